@@ -1,0 +1,4 @@
+// tqtool._native: the compiled half of tqtool. tqtool/native.py gives it types and docstrings.
+#include "cpu/module.h"
+
+NB_MODULE(_native, m) { bind_hadamard(m); }

@@ -1,0 +1,1 @@
+// blas_shim

@@ -1,0 +1,5 @@
+// One binding function per source file; bindings.cpp calls them all.
+#pragma once
+#include <nanobind/nanobind.h>
+
+void bind_hadamard(nanobind::module_ &m);

@@ -1,0 +1,1 @@
+// viterbi_avx512

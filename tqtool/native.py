@@ -1,0 +1,1 @@
+"""Typed face of ``tqtool._native``, the C++ compiled from ``kernels/cpu``."""
