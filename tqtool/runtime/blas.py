@@ -1,10 +1,10 @@
 """A fast BLAS for MLX's CPU build on Linux.
 
-The Linux CPU wheel of MLX links netlib's reference BLAS: 6 GFLOP/s where OpenBLAS reaches 190 on the same two
-cores (``benchmarks/bench_blas.py``). A library loaded into the global symbol scope *before* ``libmlx.so`` takes
-precedence over that dependency, so ``ensure_blas`` loads the shim built from ``kernels/cpu/blas_shim.cpp`` and
-points it at the OpenBLAS inside the scipy wheel, or the system's. Only float32, float64 and complex64 products
-profit: bf16 and f16 do not go through BLAS.
+The Linux CPU wheel of MLX links netlib's reference BLAS: 6 GFLOP/s where OpenBLAS reaches 190 on the same
+two cores (``benchmarks/bench_blas.py``). A library loaded into the global symbol scope *before*
+``libmlx.so`` takes precedence over that dependency, so ``ensure_blas`` loads the shim built from
+``kernels/cpu/blas_shim.cpp`` and points it at the OpenBLAS inside the scipy wheel, or the system's. Only
+float32, float64 and complex64 products profit: bf16 and f16 do not go through BLAS.
 
 Call it before the first ``import mlx.core`` of the process; every verb that computes with MLX does.
 """
@@ -55,9 +55,9 @@ class BlasReport:
 def ensure_blas() -> BlasReport:
     """Make a real BLAS serve MLX's CPU matrix products; idempotent; logs one line.
 
-    Never touches a Mac (Accelerate) or an MLX with a GPU backend. Where no fast library can be put in place,
-    including when MLX was imported first, the report says ``SLOW`` and a warning is logged: results stay right,
-    but take tens of times as long.
+    Never touches a Mac (Accelerate) or an MLX with a GPU backend. Where no fast library can be put in
+    place, including when MLX was imported first, the report says ``SLOW`` and a warning is logged:
+    results stay right, but take tens of times as long.
     """
     report = _ensure()
     level = logging.INFO if report.is_fast else logging.WARNING
@@ -111,7 +111,7 @@ def _already_global() -> str | None:
 
 
 def _shim() -> Path | None:
-    """Where the build put the shim: beside the extension, which an editable install keeps away from the sources."""
+    """Where the build put the shim: beside the extension, apart from the sources if installed editable."""
     native = importlib.util.find_spec("tqtool._native")
     if native is None or native.origin is None:
         return None
