@@ -1,0 +1,270 @@
+"""An artifact appears whole or not at all: shards laid out before work, streamed, hashed, renamed.
+
+Everything is written to ``.NAME.partial-PID`` beside the final folder; ``commit`` makes it durable and renames.
+A kill leaves only the partial folder, which the next writer of the same name removes when its process is gone.
+Memory: nothing but the tensor handed in.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tqtool.errors import ArtifactError, UserError
+from tqtool.formats.dtypes import dtype_of
+from tqtool.formats.safetensors import build_header
+from tqtool.solve.quantizer import StoredTensor
+
+MAX_SHARD_BYTES = 5 << 30
+INDEX_NAME = "model.safetensors.index.json"
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """A finished file of the artifact."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One planned safetensors file: the tensors in file order."""
+
+    name: str
+    tensors: tuple[StoredTensor, ...]
+
+
+def plan_shards(planned: Sequence[StoredTensor], max_shard_bytes: int = MAX_SHARD_BYTES) -> tuple[Shard, ...]:
+    """Cut ``planned`` into shards as mlx-lm does: fill until the next tensor would pass the limit."""
+    groups: list[list[StoredTensor]] = []
+    size = 0
+    for tensor in planned:
+        if not groups or size + tensor.nbytes > max_shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    if len(groups) == 1:
+        return (Shard(name="model.safetensors", tensors=tuple(groups[0])),)
+    return tuple(
+        Shard(name=f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors", tensors=tuple(group))
+        for i, group in enumerate(groups)
+    )
+
+
+class ArtifactWriter:
+    """Context manager around one artifact folder.
+
+    ``write`` every planned tensor in order, ``add_bytes``/``copy_file`` the rest, then ``commit``. Leaving the
+    block without ``commit`` removes everything that was written.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        planned: Sequence[StoredTensor],
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        *,
+        total_parameters: int | None = None,
+    ) -> None:
+        self.out = out.absolute()
+        self.shards = plan_shards(planned, max_shard_bytes)
+        self.files: dict[str, FileRecord] = {}
+        self.tensor_sha256: dict[str, str] = {}
+        self.notes: list[str] = []
+        self._total_parameters = total_parameters
+        self._order = iter([(shard, tensor) for shard in self.shards for tensor in shard.tensors])
+        self._left = len(planned)
+        self._file: IO[bytes] | None = None
+        self._file_hash = hashlib.sha256()
+        self._committed = False
+
+    @property
+    def folder(self) -> Path:
+        """Where files are until ``commit``."""
+        return self.out.parent / f".{self.out.name}.partial-{os.getpid()}"
+
+    def __enter__(self) -> Self:
+        check_target(self.out)
+        self.notes += remove_stale_partials(self.out)
+        with disk_errors(self.folder):
+            if self.folder.exists():
+                shutil.rmtree(self.folder)
+            self.folder.mkdir()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+        if not self._committed:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def write(self, name: str, array: NDArray[Any]) -> None:
+        """Append the next planned tensor; anything but that tensor is an ArtifactError."""
+        shard, tensor = next(self._order, (None, None))
+        if shard is None or tensor is None:
+            raise ArtifactError(f"{name}: every planned tensor is written already")
+        found = (name, dtype_of(array), tuple(array.shape))
+        if found != (tensor.name, tensor.dtype, tensor.shape):
+            raise ArtifactError(
+                f"writer expected {tensor.name} {tensor.dtype.value} {list(tensor.shape)}, "
+                f"got {found[0]} {found[1].value} {list(found[2])}"
+            )
+        with disk_errors(self.folder / shard.name):
+            if tensor is shard.tensors[0]:
+                self._begin(shard)
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            self.tensor_sha256[name] = hashlib.sha256(data).hexdigest()
+            self._put(data)
+            if tensor is shard.tensors[-1]:
+                self._end(shard)
+        self._left -= 1
+
+    def add_bytes(self, relpath: str, data: bytes) -> None:
+        """Write a small file; folders in ``relpath`` are made."""
+        path = self._claim(relpath)
+        with disk_errors(path), path.open("wb") as file:
+            file.write(data)
+            _sync(file)
+        self.files[relpath] = FileRecord(size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+    def copy_file(self, relpath: str, src: Path) -> None:
+        """Copy ``src`` verbatim."""
+        path = self._claim(relpath)
+        digest, size = hashlib.sha256(), 0
+        with disk_errors(path), src.open("rb") as source, path.open("wb") as file:
+            while block := source.read(1 << 20):
+                digest.update(block)
+                size += file.write(block)
+            _sync(file)
+        self.files[relpath] = FileRecord(size_bytes=size, sha256=digest.hexdigest())
+
+    def add_index(self) -> None:
+        """Write the index of the planned shards; mlx-lm's keys."""
+        tensors = [(tensor, shard.name) for shard in self.shards for tensor in shard.tensors]
+        metadata: dict[str, int] = {"total_size": sum(tensor.nbytes for tensor, _ in tensors)}
+        if self._total_parameters is not None:
+            metadata["total_parameters"] = self._total_parameters
+        weight_map = dict(sorted((tensor.name, shard) for tensor, shard in tensors))
+        self.add_bytes(
+            INDEX_NAME, json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=4).encode()
+        )
+
+    def commit(self) -> None:
+        """Make it durable and give it its name; raises ArtifactError when a planned tensor is missing."""
+        if self._left:
+            shard, tensor = next(self._order)
+            raise ArtifactError(
+                f"{self._left} planned tensors were never written, first {tensor.name} of {shard.name}"
+            )
+        if INDEX_NAME not in self.files:
+            self.add_index()
+        with disk_errors(self.out):
+            for folder, _, _ in os.walk(self.folder):
+                _sync_folder(Path(folder))
+            self.folder.rename(self.out)  # an existing empty folder is replaced
+            _sync_folder(self.out.parent)
+        self._committed = True
+
+    def _claim(self, relpath: str) -> Path:
+        path = (self.folder / relpath).resolve()
+        if relpath in self.files or not path.is_relative_to(self.folder.resolve()):
+            raise ArtifactError(f"{relpath}: written twice, or outside the artifact")
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def _begin(self, shard: Shard) -> None:
+        header, _ = build_header([(t.name, t.dtype, t.shape) for t in shard.tensors], {"format": "mlx"})
+        self._file = self._claim(shard.name).open("wb")
+        self._file_hash = hashlib.sha256()
+        self._put(header)
+
+    def _put(self, data: bytes | NDArray[np.uint8]) -> None:
+        assert self._file is not None, "a shard is open between its first and last tensor"
+        self._file.write(data)
+        self._file_hash.update(data)
+
+    def _end(self, shard: Shard) -> None:
+        assert self._file is not None, "a shard is open between its first and last tensor"
+        _sync(self._file)
+        self.files[shard.name] = FileRecord(size_bytes=self._file.tell(), sha256=self._file_hash.hexdigest())
+        self._file.close()
+        self._file = None
+
+
+def check_target(out: Path) -> None:
+    """Refuse an output that is a file, not empty, or cannot be created."""
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise UserError(f"{out}: exists and is not a folder", hint="name a folder that does not exist")
+    if out.is_dir() and any(out.iterdir()):
+        raise UserError(f"{out}: is not empty", hint="remove it or choose another output folder")
+    if not out.parent.is_dir():
+        raise UserError(f"{out.parent}: no such folder, so {out.name} cannot be created in it")
+    if not os.access(out.parent, os.W_OK | os.X_OK):
+        raise UserError(f"{out.parent}: no permission to create {out.name} in it")
+
+
+def remove_stale_partials(out: Path) -> list[str]:
+    """Remove partial folders of ``out`` whose process is gone; returns a note for each."""
+    notes = []
+    for path in sorted(out.parent.glob(f".{out.name}.partial-*")):
+        pid = path.name.rpartition("-")[2]
+        if pid.isdigit() and not _alive(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
+            notes.append(f"removed {path.name}, left by a run that was killed")
+    return notes
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError while writing ``path`` into an ArtifactError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        hint = "free space on that disk or choose another output folder" if error.errno in _FULL else None
+        raise ArtifactError(f"{path}: cannot be written: {error.strerror or error}", hint=hint) from error
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def shard_of(shards: Sequence[Shard]) -> Mapping[str, str]:
+    """Tensor name → file name."""
+    return {tensor.name: shard.name for shard in shards for tensor in shard.tensors}

@@ -1,0 +1,66 @@
+"""What every solver promises: the names and sizes it will store, then exactly those tensors.
+
+Laws, checked by the job for every quantizer:
+
+* ``run(name, weight).tensors`` has the names of ``outputs(name, weight.shape)``, in that order, with those dtypes and shapes;
+* ``run`` never writes to ``weight`` and is a pure function of it: same bytes on every run and thread count;
+* whatever was padded, clipped or done differently than asked is a line in ``notes``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from numpy.typing import NDArray
+
+from tqtool.formats.dtypes import DType
+
+ConfigEntry = dict[str, Any] | Literal[False] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """One tensor of the artifact before it exists: enough to lay out a shard."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantResult:
+    """What one call of ``Quantizer.run`` made; the manifest stores ``stats`` and ``notes``."""
+
+    tensors: Mapping[str, NDArray[Any]]
+    stats: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+class Quantizer(Protocol):
+    """Float tensor in, stored tensors out."""
+
+    @property
+    def label(self) -> str:
+        """Short name for plans and manifests: ``affine4 g64``, ``bf16``, ``trellis k3 mul1``."""
+
+    def outputs(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
+        """What ``run`` will return for a tensor called ``name`` of ``shape``; raises UserError when it cannot."""
+
+    def run(self, name: str, weight: NDArray[Any]) -> QuantResult:
+        """Quantize ``weight`` (float32, any shape accepted by ``outputs``)."""
+
+    def config_entry(self) -> ConfigEntry:
+        """Entry of the module in ``config.json: quantization``; False = dense, None = not listed there."""
+
+
+def module_of(name: str) -> str:
+    """Module path of a ``….weight`` tensor: ``model.layers.0.mlp.up_proj.weight`` → ``model.layers.0.mlp.up_proj``."""
+    return name.removesuffix(".weight")

@@ -1,0 +1,177 @@
+"""Round to nearest: float tensors cast and stored, or packed by ``mx.quantize`` in row chunks.
+
+The bytes are those of ``mx.quantize`` on the whole weight (groups never cross a row, so rows are independent);
+chunks bound the memory and let both cores work, one MLX stream each. Scales and biases of the affine mode take
+the dtype of the weight that MLX sees, so the weight is rounded to ``dtype`` (half to even) before quantizing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tqtool.errors import NumericalError, UserError
+from tqtool.formats.dtypes import DType, dtype_of
+from tqtool.solve.quantizer import ConfigEntry, QuantResult, StoredTensor, module_of
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+Mode = Literal["affine", "mxfp4", "nvfp4", "mxfp8"]
+
+AFFINE_BITS = (1, 2, 3, 4, 5, 6, 8)
+AFFINE_GROUPS = (32, 64, 128)
+FP_MODES: dict[str, tuple[int, int]] = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
+"""Bits and group size, the only pair each mode has."""
+
+CHUNK_ELEMENTS = 1 << 21
+"""Elements given to one ``mx.quantize`` call: 4 MB of bf16, enough to hide the launch, small enough for any memory."""
+
+_SHORT = {DType.BF16: "bf16", DType.F16: "f16", DType.F32: "f32", DType.F64: "f64"}
+
+
+def cast(name: str, values: NDArray[Any], dtype: DType) -> NDArray[Any]:
+    """Round to ``dtype`` half to even; a finite value that becomes infinite is a NumericalError."""
+    if values.dtype == dtype.numpy:
+        return values
+    with np.errstate(over="ignore"):
+        stored = values.astype(dtype.numpy)
+    if dtype is DType.F16 and not np.isfinite(stored).all():
+        worst = float(np.abs(values.astype(np.float32)).max())
+        raise NumericalError(
+            f"{name}: |{worst:.6g}| does not fit float16 (largest 65504)",
+            hint="store it as bf16: --dtype bf16",
+        )
+    return stored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloatStore:
+    """Keep a tensor dense, cast to ``dtype``; integers and booleans pass with ``dtype`` equal to their own."""
+
+    dtype: DType
+    accepts_source_dtype: Literal[True] = True
+
+    @property
+    def label(self) -> str:
+        """``bf16``, ``f16``, ``f32`` or the safetensors name of another dtype."""
+        return _SHORT.get(self.dtype, self.dtype.value.lower())
+
+    def outputs(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
+        """The tensor itself."""
+        return (StoredTensor(name=name, dtype=self.dtype, shape=tuple(shape)),)
+
+    def run(self, name: str, weight: NDArray[Any]) -> QuantResult:
+        """Cast ``weight``."""
+        return QuantResult(tensors={name: cast(name, weight, self.dtype)})
+
+    def config_entry(self) -> ConfigEntry:
+        """Dense: an explicit ``false``."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AffineRtn:
+    """``mx.quantize`` of a weight ``[..., in]`` rounded to ``dtype``; see the module docstring."""
+
+    bits: int
+    group_size: int
+    mode: Mode = "affine"
+    dtype: DType = DType.BF16
+    threads: int | None = None
+    accepts_source_dtype: Literal[True] = True
+
+    def __post_init__(self) -> None:
+        if self.mode == "affine":
+            if self.bits not in AFFINE_BITS:
+                raise UserError(f"bits {self.bits}: affine has {', '.join(map(str, AFFINE_BITS))}")
+            if self.group_size not in AFFINE_GROUPS:
+                raise UserError(
+                    f"group size {self.group_size}: affine has {', '.join(map(str, AFFINE_GROUPS))}"
+                )
+        elif self.mode not in FP_MODES:
+            raise UserError(f"mode '{self.mode}' is unknown", hint=f"modes: affine, {', '.join(FP_MODES)}")
+        elif (self.bits, self.group_size) != FP_MODES[self.mode]:
+            bits, group = FP_MODES[self.mode]
+            raise UserError(
+                f"{self.mode} has {bits} bits in groups of {group}, not {self.bits} in {self.group_size}"
+            )
+
+    @property
+    def label(self) -> str:
+        """``affine4 g64`` or the name of the floating-point mode."""
+        return f"affine{self.bits} g{self.group_size}" if self.mode == "affine" else self.mode
+
+    def outputs(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
+        """``.weight`` uint32 words, ``.scales`` and, for affine, ``.biases``."""
+        if len(shape) < 2 or shape[-1] % self.group_size:
+            raise UserError(
+                f"{name}: input dimension {shape[-1] if shape else 0} of {list(shape)} is not divisible by group size {self.group_size}",
+                hint="choose a smaller group, or keep the module dense: --rule 'GLOB=float'",
+            )
+        module, *lead, width = module_of(name), *shape
+        groups = (*lead, width // self.group_size)
+        words = StoredTensor(name=name, dtype=DType.U32, shape=(*lead, width * self.bits // 32))
+        if self.mode != "affine":
+            return words, StoredTensor(name=f"{module}.scales", dtype=DType.U8, shape=groups)
+        return (
+            words,
+            StoredTensor(name=f"{module}.scales", dtype=self.dtype, shape=groups),
+            StoredTensor(name=f"{module}.biases", dtype=self.dtype, shape=groups),
+        )
+
+    def config_entry(self) -> ConfigEntry:
+        """The three keys mlx-lm reads, ``mode`` always written: it is not inherited from the top level."""
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
+    def run(self, name: str, weight: NDArray[Any]) -> QuantResult:
+        """Pack ``weight`` (``[..., in]``, float). Peak beyond input and output: two chunks per stream."""
+        import mlx.core as mx
+
+        planned = self.outputs(name, weight.shape)
+        stored = [np.empty(_rows_shape(tensor.shape), tensor.dtype.numpy) for tensor in planned]
+        rows = weight.reshape(-1, weight.shape[-1])
+        step = max(1, CHUNK_ELEMENTS // rows.shape[1])
+        pending: deque[tuple[int, list[mx.array]]] = deque()
+        for index, start in enumerate(range(0, rows.shape[0], step)):
+            if len(pending) == len(self._streams):
+                _collect(stored, *pending.popleft())
+            chunk = cast(name, rows[start : start + step], self.dtype)
+            stream = self._streams[index % len(self._streams)]
+            parts = mx.quantize(
+                mx.array(chunk), group_size=self.group_size, bits=self.bits, mode=self.mode, stream=stream
+            )
+            mx.async_eval(*parts)
+            pending.append((start, list(parts)))
+        while pending:
+            _collect(stored, *pending.popleft())
+        tensors = {t.name: values.reshape(t.shape) for t, values in zip(planned, stored, strict=True)}
+        return QuantResult(tensors=tensors)
+
+    @cached_property
+    def _streams(self) -> list[mx.Stream]:
+        import mlx.core as mx
+
+        return [mx.new_stream(mx.cpu) for _ in range(self.threads or min(os.cpu_count() or 1, 4))]
+
+
+def _rows_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    return int(np.prod(shape[:-1])), shape[-1]
+
+
+def _collect(stored: list[NDArray[Any]], start: int, parts: list[mx.array]) -> None:
+    """Copy one finished chunk into place; bf16 crosses as uint16 because numpy's buffer protocol has no bf16."""
+    import mlx.core as mx
+
+    for target, part in zip(stored, parts, strict=True):
+        if part.dtype == mx.bfloat16:
+            values = np.asarray(part.view(mx.uint16)).view(target.dtype)
+        else:
+            values = np.asarray(part)
+        target[start : start + values.shape[0]] = values
