@@ -1,0 +1,1 @@
+"""Carry out one tensor's folds (stub: the native transform lands next)."""
