@@ -1,8 +1,8 @@
 """An artifact appears whole or not at all: shards laid out before work, streamed, hashed, renamed.
 
-Everything is written to ``.NAME.partial-PID`` beside the final folder; ``commit`` makes it durable and renames.
-A kill leaves only the partial folder, which the next writer of the same name removes when its process is gone.
-Memory: nothing but the tensor handed in.
+Everything is written to ``.NAME.partial-PID`` beside the final folder; ``commit`` makes it durable and
+renames. A kill leaves only the partial folder, which the next writer of that name removes when its process is
+gone. Memory: nothing but the tensor handed in.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def plan_shards(planned: Sequence[StoredTensor], max_shard_bytes: int = MAX_SHAR
 class ArtifactWriter:
     """Context manager around one artifact folder.
 
-    ``write`` every planned tensor in order, ``add_bytes``/``copy_file`` the rest, then ``commit``. Leaving the
-    block without ``commit`` removes everything that was written.
+    ``write`` every planned tensor in order, ``add_bytes``/``copy_file`` the rest, then ``commit``.
+    Leaving the block without ``commit`` removes everything that was written.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ArtifactWriter:
         with disk_errors(self.folder / shard.name):
             if tensor is shard.tensors[0]:
                 self._begin(shard)
-            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
             self.tensor_sha256[name] = hashlib.sha256(data).hexdigest()
             self._put(data)
             if tensor is shard.tensors[-1]:
@@ -171,7 +171,7 @@ class ArtifactWriter:
         if self._left:
             shard, tensor = next(self._order)
             raise ArtifactError(
-                f"{self._left} planned tensors were never written, first {tensor.name} of {shard.name}"
+                f"{self._left} planned tensors were never written, first {tensor.name} of {shard.name}"[:]
             )
         if INDEX_NAME not in self.files:
             self.add_index()
@@ -196,7 +196,7 @@ class ArtifactWriter:
         self._file_hash = hashlib.sha256()
         self._put(header)
 
-    def _put(self, data: bytes | NDArray[np.uint8]) -> None:
+    def _put(self, data: bytes | memoryview) -> None:
         assert self._file is not None, "a shard is open between its first and last tensor"
         self._file.write(data)
         self._file_hash.update(data)

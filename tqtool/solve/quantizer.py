@@ -2,7 +2,7 @@
 
 Laws, checked by the job for every quantizer:
 
-* ``run(name, weight).tensors`` has the names of ``outputs(name, weight.shape)``, in that order, with those dtypes and shapes;
+* ``run(name, weight).tensors`` is ``outputs(name, weight.shape)``: same names, order, dtypes, shapes;
 * ``run`` never writes to ``weight`` and is a pure function of it: same bytes on every run and thread count;
 * whatever was padded, clipped or done differently than asked is a line in ``notes``.
 """
@@ -52,7 +52,7 @@ class Quantizer(Protocol):
         """Short name for plans and manifests: ``affine4 g64``, ``bf16``, ``trellis k3 mul1``."""
 
     def outputs(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
-        """What ``run`` will return for a tensor called ``name`` of ``shape``; raises UserError when it cannot."""
+        """What ``run`` will return for a tensor ``name`` of ``shape``; raises UserError when it cannot."""
 
     def run(self, name: str, weight: NDArray[Any]) -> QuantResult:
         """Quantize ``weight`` (float32, any shape accepted by ``outputs``)."""
@@ -62,5 +62,10 @@ class Quantizer(Protocol):
 
 
 def module_of(name: str) -> str:
-    """Module path of a ``….weight`` tensor: ``model.layers.0.mlp.up_proj.weight`` → ``model.layers.0.mlp.up_proj``."""
+    """Module path of a weight: ``model.layers.0.mlp.up_proj.weight`` → ``model.layers.0.mlp.up_proj``."""
     return name.removesuffix(".weight")
+
+
+def takes_source_dtype(quantizer: Quantizer) -> bool:
+    """True when ``run`` also accepts the source's dtype, so that an unfolded tensor needs no float32 copy."""
+    return bool(getattr(quantizer, "accepts_source_dtype", False))

@@ -1,8 +1,8 @@
 """Round to nearest: float tensors cast and stored, or packed by ``mx.quantize`` in row chunks.
 
-The bytes are those of ``mx.quantize`` on the whole weight (groups never cross a row, so rows are independent);
-chunks bound the memory and let both cores work, one MLX stream each. Scales and biases of the affine mode take
-the dtype of the weight that MLX sees, so the weight is rounded to ``dtype`` (half to even) before quantizing.
+The bytes are those of ``mx.quantize`` on the whole weight: groups never cross a row, so rows are independent.
+Chunks bound the memory and let every core work, one MLX stream each. Scales and biases of the affine mode take
+the dtype of the weight that MLX sees, so the weight is rounded to ``dtype`` (half to even) first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tqtool.errors import NumericalError, UserError
-from tqtool.formats.dtypes import DType, dtype_of
+from tqtool.formats.dtypes import DType
 from tqtool.solve.quantizer import ConfigEntry, QuantResult, StoredTensor, module_of
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ FP_MODES: dict[str, tuple[int, int]] = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxf
 """Bits and group size, the only pair each mode has."""
 
 CHUNK_ELEMENTS = 1 << 21
-"""Elements given to one ``mx.quantize`` call: 4 MB of bf16, enough to hide the launch, small enough for any memory."""
+"""Elements given to one ``mx.quantize`` call: 4 MB of bf16, which hides the launch and fits any memory."""
 
 _SHORT = {DType.BF16: "bf16", DType.F16: "f16", DType.F32: "f32", DType.F64: "f64"}
 
@@ -53,7 +53,7 @@ def cast(name: str, values: NDArray[Any], dtype: DType) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloatStore:
-    """Keep a tensor dense, cast to ``dtype``; integers and booleans pass with ``dtype`` equal to their own."""
+    """Keep a tensor dense, cast to ``dtype``; integers and booleans pass with their own dtype."""
 
     dtype: DType
     accepts_source_dtype: Literal[True] = True
@@ -90,7 +90,7 @@ class AffineRtn:
     def __post_init__(self) -> None:
         if self.mode == "affine":
             if self.bits not in AFFINE_BITS:
-                raise UserError(f"bits {self.bits}: affine has {', '.join(map(str, AFFINE_BITS))}")
+                raise UserError(f"{self.bits} bits: affine has {_listed(AFFINE_BITS)}")
             if self.group_size not in AFFINE_GROUPS:
                 raise UserError(
                     f"group size {self.group_size}: affine has {', '.join(map(str, AFFINE_GROUPS))}"
@@ -99,9 +99,7 @@ class AffineRtn:
             raise UserError(f"mode '{self.mode}' is unknown", hint=f"modes: affine, {', '.join(FP_MODES)}")
         elif (self.bits, self.group_size) != FP_MODES[self.mode]:
             bits, group = FP_MODES[self.mode]
-            raise UserError(
-                f"{self.mode} has {bits} bits in groups of {group}, not {self.bits} in {self.group_size}"
-            )
+            raise UserError(f"{self.mode} has {bits} bits in groups of {group}: leave both out")
 
     @property
     def label(self) -> str:
@@ -112,7 +110,7 @@ class AffineRtn:
         """``.weight`` uint32 words, ``.scales`` and, for affine, ``.biases``."""
         if len(shape) < 2 or shape[-1] % self.group_size:
             raise UserError(
-                f"{name}: input dimension {shape[-1] if shape else 0} of {list(shape)} is not divisible by group size {self.group_size}",
+                f"{name}: {list(shape)} has no input dimension divisible by group size {self.group_size}",
                 hint="choose a smaller group, or keep the module dense: --rule 'GLOB=float'",
             )
         module, *lead, width = module_of(name), *shape
@@ -147,7 +145,7 @@ class AffineRtn:
             parts = mx.quantize(
                 mx.array(chunk), group_size=self.group_size, bits=self.bits, mode=self.mode, stream=stream
             )
-            mx.async_eval(*parts)
+            mx.async_eval(*parts)  # type: ignore[no-untyped-call]
             pending.append((start, list(parts)))
         while pending:
             _collect(stored, *pending.popleft())
@@ -161,12 +159,16 @@ class AffineRtn:
         return [mx.new_stream(mx.cpu) for _ in range(self.threads or min(os.cpu_count() or 1, 4))]
 
 
+def _listed(values: tuple[int, ...]) -> str:
+    return ", ".join(map(str, values))
+
+
 def _rows_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return int(np.prod(shape[:-1])), shape[-1]
 
 
 def _collect(stored: list[NDArray[Any]], start: int, parts: list[mx.array]) -> None:
-    """Copy one finished chunk into place; bf16 crosses as uint16 because numpy's buffer protocol has no bf16."""
+    """Copy one finished chunk into place; bf16 crosses as uint16: the buffer protocol has no bf16."""
     import mlx.core as mx
 
     for target, part in zip(stored, parts, strict=True):

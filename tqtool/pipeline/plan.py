@@ -1,0 +1,149 @@
+"""What a job will do, as data: one row per output tensor, totals, estimates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tqtool.solve.quantizer import Quantizer, StoredTensor, takes_source_dtype
+from tqtool.source.checkpoint import Checkpoint
+from tqtool.transform.plan import OutputTensor
+
+BASE_MEMORY_BYTES = 160 << 20
+"""Interpreter, numpy, MLX and the chunks in flight: measured, see benchmarks/bench_convert.py."""
+
+FLOAT_COPIES_RAW = 0.0
+FLOAT_COPIES_CAST = 1.0
+FLOAT_COPIES_FOLD = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One output tensor with its quantizer and what will be stored for it."""
+
+    output: OutputTensor
+    quantizer: Quantizer
+    stored: tuple[StoredTensor, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Elements before quantization."""
+        return math.prod(self.output.shape)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of everything stored for it."""
+        return sum(tensor.nbytes for tensor in self.stored)
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes without scales and biases."""
+        return sum(tensor.nbytes for tensor in self.stored if tensor.name == self.output.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRow:
+    """One output tensor of the job."""
+
+    tensor: str
+    source: str
+    module: str | None
+    role: str
+    quantizer: str
+    shape: tuple[int, ...]
+    folds: tuple[str, ...]
+    parameters: int
+    stored_bytes: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobTotals:
+    """Sums over the rows. Sizes in bytes; rates in bits per weight.
+
+    ``bits_per_weight`` divides all stored tensor bytes by the artifact's parameters, as mlx-lm does;
+    ``bits_per_source_weight`` by the source's, so that an untied head is not counted as free parameters.
+    ``code_bits_per_weight`` leaves scales and biases out.
+    """
+
+    tensors: int
+    parameters: int
+    source_parameters: int
+    source_bytes: int
+    tensor_bytes: int
+    shards: int
+    bits_per_weight: float
+    bits_per_source_weight: float
+    code_bits_per_weight: float
+    peak_memory_bytes: int
+    disk_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPlan:
+    """The resolved plan of a job."""
+
+    out: str
+    transform: str
+    rotation_seed: int | None
+    rows: tuple[JobRow, ...]
+    totals: JobTotals
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return asdict(self)
+
+
+def row_of(work: Work, notes: tuple[str, ...]) -> JobRow:
+    """The printable row of one output."""
+    output = work.output
+    return JobRow(
+        tensor=output.name,
+        source=output.source,
+        module=output.module,
+        role=output.role.value,
+        quantizer=work.quantizer.label,
+        shape=output.shape,
+        folds=tuple(str(op) for op in output.ops),
+        parameters=work.parameters,
+        stored_bytes=work.stored_bytes,
+        notes=notes,
+    )
+
+
+def totals_of(checkpoint: Checkpoint, works: Sequence[Work], *, n_shards: int, other_bytes: int) -> JobTotals:
+    """Sums and estimates; ``other_bytes`` are the files that are not shards."""
+    parameters = sum(work.parameters for work in works)
+    source_parameters = sum(math.prod(ref.shape) for ref in checkpoint.tensors.values())
+    tensor_bytes = sum(work.stored_bytes for work in works)
+    code_bytes = sum(work.code_bytes for work in works)
+    return JobTotals(
+        tensors=sum(len(work.stored) for work in works),
+        parameters=parameters,
+        source_parameters=source_parameters,
+        source_bytes=sum(ref.nbytes for ref in checkpoint.tensors.values()),
+        tensor_bytes=tensor_bytes,
+        shards=n_shards,
+        bits_per_weight=8 * tensor_bytes / max(1, parameters),
+        bits_per_source_weight=8 * tensor_bytes / max(1, source_parameters),
+        code_bits_per_weight=8 * code_bytes / max(1, parameters),
+        peak_memory_bytes=BASE_MEMORY_BYTES
+        + max((_live_bytes(checkpoint, work) for work in works), default=0),
+        disk_bytes=tensor_bytes + other_bytes,
+    )
+
+
+def _live_bytes(checkpoint: Checkpoint, work: Work) -> int:
+    """Bytes alive at once for one tensor: source, float copies, result."""
+    if work.output.ops:
+        copies = FLOAT_COPIES_FOLD
+    elif takes_source_dtype(work.quantizer):
+        copies = FLOAT_COPIES_RAW
+    else:
+        copies = FLOAT_COPIES_CAST
+    return (
+        checkpoint.tensors[work.output.source].nbytes + int(copies * 4 * work.parameters) + work.stored_bytes
+    )
