@@ -3,3 +3,5 @@
 #include <nanobind/nanobind.h>
 
 void bind_hadamard(nanobind::module_ &m);
+void bind_encode(nanobind::module_ &m);
+void bind_decode(nanobind::module_ &m);
