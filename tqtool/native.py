@@ -1,1 +1,161 @@
-"""Typed face of ``tqtool._native``, the C++ compiled from ``kernels/cpu``."""
+"""Typed face of ``tqtool._native``, the C++ compiled from ``kernels/cpu``. numpy in, numpy out, all cores.
+
+``threads=0`` means one per core; results never depend on it. ``force`` names an instruction set (``avx512``, ``avx2``, ``neon``,
+``scalar``) for tests; by default the best that the machine has is used.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tqtool.errors import BackendError
+from tqtool.formats.trellis import TrellisSpec
+from tqtool.mathx import codes, hadamard
+
+try:
+    from tqtool import _native
+except ImportError as error:  # pragma: no cover - a broken installation
+    raise BackendError(
+        f"the compiled module tqtool._native cannot be loaded: {error}",
+        hint="reinstall with a C++17 compiler present: pip install -e .",
+    ) from error
+
+
+# ------------------------------------------------------------------------------------------ rotation folds
+Float = TypeVar("Float", np.float32, np.float64)
+
+
+def hadamard_transform(
+    x: NDArray[Float],
+    *,
+    axis: int,
+    block: int | None = None,
+    scale: NDArray[Float] | None = None,
+    transpose: bool = False,
+    out: NDArray[Float] | None = None,
+    threads: int = 0,
+) -> NDArray[Float]:
+    """``(x ⊙ scale) · H_n / √n`` along one axis, in the order of ``mathx.hadamard.reference_transform``.
+
+    Args:
+        x: C-contiguous float32 or float64.
+        axis: The axis that is transformed.
+        block: n; the axis is cut into blocks of this length, each transformed alone. Default: the whole axis.
+        scale: ``[n]``, multiplied in first (the signs of a rotation); same dtype as x.
+        transpose: Use Hᵀ instead of H.
+        out: Where to write, ``x`` itself for in place; default: a new array.
+        threads: 0 for one per core.
+
+    Returns:
+        ``out``. Peak extra memory: 64 bytes · (n + 2m) per thread, twice that for float64; never a copy of x.
+
+    Raises:
+        UserError: There is no Hadamard matrix of order n.
+        BackendError: Shapes, dtypes or memory layout do not fit.
+    """
+    n = x.shape[axis] if block is None else block
+    m, _ = hadamard.require_size(n, what="transform size")
+    if x.shape[axis] % n:
+        raise BackendError(f"hadamard_transform: an axis of {x.shape[axis]} cannot be cut into blocks of {n}")
+    axis %= x.ndim
+    factor = hadamard.hadamard_factor(m)
+    factor = np.ascontiguousarray(factor.T) if transpose else factor
+    result = np.empty_like(x) if out is None else out
+    outer, inner = math.prod(x.shape[:axis]) * (x.shape[axis] // n), math.prod(x.shape[axis + 1 :])
+    run = _native.hadamard_f64 if x.dtype == np.float64 else _native.hadamard_f32
+    try:
+        run(x, result, outer, n, inner, factor, scale, threads)
+    except (TypeError, ValueError) as error:
+        raise BackendError(f"hadamard_transform: {x.dtype} {list(x.shape)}, axis {axis}, n {n}: {error}") from error
+    return result
+
+
+# ---------------------------------------------------------------------------------------------- trellis
+def viterbi_encode(
+    x: NDArray[np.int16],
+    levels: NDArray[np.int16],
+    *,
+    window: int,
+    k: int,
+    warmup: int | None = None,
+    threads: int = 0,
+    force: str = "",
+) -> tuple[NDArray[np.uint16], str]:
+    """Best tail-biting path of each block, by QTIP's Algorithm 4 or with a shorter first pass.
+
+    Args:
+        x: Inputs ``[n, T]`` in level units; values beyond ±560 are clipped.
+        levels: Integer value of every state, ``[2^window]``.
+        window: L, state bits.
+        k: Bits per step.
+        warmup: Steps on each side of the seam in the first pass; None is T/2, Algorithm 4.
+        threads: 0 for one per core.
+        force: Instruction set, for tests.
+
+    Returns:
+        States ``[n, T]`` and the name of the instruction set that ran.
+
+    Raises:
+        BackendError: shapes do not fit or the instruction set is not available.
+    """
+    states = np.empty(x.shape, np.uint16)
+    steps = x.shape[1] // 2 if warmup is None else warmup
+    try:
+        name = _native.viterbi_encode(np.ascontiguousarray(x), levels, states, window, k, steps, threads, force)
+    except ValueError as error:
+        raise BackendError(f"viterbi_encode: {error} (L={window}, k={k}, T={x.shape[1]}, force={force!r})") from error
+    return states, str(name)
+
+
+def trellis_expand(
+    words: NDArray[np.uint32],
+    scales: NDArray[np.float16],
+    spec: TrellisSpec,
+    *,
+    threads: int = 0,
+    force: str = "",
+) -> NDArray[np.float32]:
+    """Decode a stored matrix: float32 ``[rows, cols]``, each value ``f32(code) · f32(scale)``."""
+    out = np.empty((spec.rows, spec.cols), np.float32)
+    try:
+        _native.trellis_expand(*_arguments(words, scales, spec), out, threads, force)
+    except ValueError as error:
+        raise BackendError(f"trellis_expand: {error}") from error
+    return out
+
+
+def trellis_matvec(
+    words: NDArray[np.uint32],
+    scales: NDArray[np.float16],
+    spec: TrellisSpec,
+    x: NDArray[np.float32],
+    *,
+    threads: int = 0,
+    force: str = "",
+) -> NDArray[np.float32]:
+    """``x [m, in]`` times the transposed weight: float32 ``[m, out]``, decoding each weight once for all m rows."""
+    y = np.empty((x.shape[0], spec.weight_shape[0]), np.float32)
+    try:
+        _native.trellis_matvec(*_arguments(words, scales, spec), spec.axis, np.ascontiguousarray(x), y, threads, force)
+    except ValueError as error:
+        raise BackendError(f"trellis_matvec: {error}") from error
+    return y
+
+
+def _arguments(
+    words: NDArray[np.uint32], scales: NDArray[np.float16], spec: TrellisSpec
+) -> tuple[NDArray[np.uint32], NDArray[np.float32], NDArray[np.float32], int, int, int, int, str]:
+    table = _table(spec.code, spec.window)
+    flat = np.ascontiguousarray(words.reshape(-1))
+    return flat, scales.astype(np.float32), table, spec.stride, spec.k, spec.window, spec.block, spec.code
+
+
+@lru_cache(maxsize=8)
+def _table(code: codes.Code, window: int) -> NDArray[np.float32]:
+    """Values of a code the C++ looks up; empty for the byte-sum codes, which it computes."""
+    return np.empty(0, np.float32) if code in ("mul1", "1mad") else codes.values(code, window)

@@ -46,7 +46,9 @@ _TABLE_STEP = 4096.0  # table values are multiples of 1/4096: no library's last-
 def check_window(window: int) -> None:
     """Raise UserError unless ``window`` (L) is one the format knows."""
     if window not in (12, 14, 16):
-        raise UserError(f"trellis window {window}: expected 12, 14 or 16", hint="12 is the default; 14 and 16 code better, slower")
+        raise UserError(
+            f"trellis window {window}: expected 12, 14 or 16", hint="12 is the default; 14 and 16 code better, slower"
+        )
 
 
 def values(code: Code, window: int) -> NDArray[np.float32]:

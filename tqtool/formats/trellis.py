@@ -1,0 +1,191 @@
+"""Packed trellis matrices, format v1: the one place in Python that knows where a symbol lies. See docs/formats/trellis.md.
+
+A stored matrix is ``[rows, cols]``: the weight ``[out, in]`` itself (axis 1, coded along the input dimension) or its transpose
+``[in, out]`` (axis 0, coded along the output dimension). Element (r, c) is number ``r·stride + c`` of one stream, cut into blocks of
+``block`` (T) weights; the last block is padded. A block is a tail-biting path through 2^window states and takes T·k bits::
+
+    bit        (T-1-t)·k …                          k = 3, T = 256: 96 bytes
+    …  | b_{t+1} | b_t | b_{t-1} | b_{t-2} | b_{t-3} | …      →  higher bits
+                 └─ L bits from here, wrapping, are state_t = …b_{t-3} b_{t-2} b_{t-1} b_t (b_t lowest)
+
+Value served: ``f32(code(state)) · f32(scales[r])``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tqtool.errors import ArtifactError, UserError
+from tqtool.mathx.codes import CODES, Code, check_window
+
+FORMAT_VERSION = 1
+BLOCK = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrellisSpec:
+    """Everything a decoder must know about one stored matrix.
+
+    Attributes:
+        k: bits per weight, 1..4.
+        window: L, state bits: 12, 14 or 16.
+        block: T, weights per tail-biting block.
+        code: how a state becomes a value (``tqtool.mathx.codes``).
+        axis: 1 if rows run over outputs and the code along inputs; 0 if transposed.
+        rows: rows of the stored matrix, each with one float16 scale.
+        cols: weights in a row.
+        stride: distance of two rows in the stream, in weights; ``cols``, or ``cols`` rounded up to whole blocks.
+    """
+
+    k: int
+    window: int = 12
+    block: int = BLOCK
+    code: Code = "mul1"
+    axis: Literal[0, 1] = 1
+    rows: int
+    cols: int
+    stride: int
+
+    def __post_init__(self) -> None:
+        check_window(self.window)
+        if not 1 <= self.k <= 4:
+            raise UserError(f"trellis k={self.k}: expected 1, 2, 3 or 4 bits per weight")
+        if self.code not in CODES:
+            raise UserError(f"trellis code {self.code!r}: expected one of {', '.join(CODES)}")
+        if self.axis not in (0, 1):
+            raise UserError(f"trellis axis {self.axis}: expected 0 (along outputs) or 1 (along inputs)")
+        if self.block != BLOCK:
+            raise UserError(f"trellis block {self.block}: format v{FORMAT_VERSION} knows {BLOCK}")
+        if min(self.rows, self.cols) < 1 or self.stride < self.cols:
+            raise UserError(
+                f"trellis shape rows={self.rows} cols={self.cols} stride={self.stride}: expected 1 ≤ cols ≤ stride"
+            )
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks in the stream, the padded last one included."""
+        return -(-self.rows * self.stride // self.block)
+
+    @property
+    def words_per_block(self) -> int:
+        """32-bit words of one block."""
+        return self.block * self.k // 32
+
+    @property
+    def n_words(self) -> int:
+        """32-bit words of the whole matrix."""
+        return self.n_blocks * self.words_per_block
+
+    @property
+    def n_padding(self) -> int:
+        """Coded weights that stand for nothing."""
+        return self.n_blocks * self.block - self.rows * self.cols
+
+    @property
+    def words_shape(self) -> tuple[int, ...]:
+        """Shape of the ``.weight`` tensor: a matrix of rows where rows are whole words and fill the blocks, else flat."""
+        if self.stride * self.k % 32 == 0 and self.rows * self.stride % self.block == 0:
+            return (self.rows, self.stride * self.k // 32)
+        return (self.n_words,)
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """``[out, in]`` of the weight that is served."""
+        return (self.rows, self.cols) if self.axis == 1 else (self.cols, self.rows)
+
+    def to_config(self) -> dict[str, Any]:
+        """Plain values for config.json."""
+        return asdict(self)
+
+    @classmethod
+    def from_config(cls, module: str, value: dict[str, Any]) -> TrellisSpec:
+        """Read one entry of ``config["trellis"]["modules"]``; ArtifactError if it is not a valid one."""
+        names = {field.name for field in fields(cls)}
+        if not isinstance(value, dict) or set(value) != names:
+            found = sorted(value) if isinstance(value, dict) else type(value).__name__
+            raise ArtifactError(
+                f"config.json: trellis entry of {module}: expected the keys {sorted(names)}, found {found}"
+            )
+        try:
+            return cls(**value)
+        except (UserError, TypeError) as error:
+            raise ArtifactError(f"config.json: trellis entry of {module}: {error}") from error
+
+
+def spec_for(
+    shape: tuple[int, int],
+    *,
+    k: int,
+    axis: Literal[0, 1],
+    window: int = 12,
+    code: Code = "mul1",
+    pad_rows: bool = False,
+) -> TrellisSpec:
+    """Spec of a weight ``[out, in]``. ``pad_rows`` starts every row on a block of its own; by default blocks run on across rows."""
+    rows, cols = shape if axis == 1 else (shape[1], shape[0])
+    stride = -(-cols // BLOCK) * BLOCK if pad_rows else cols
+    return TrellisSpec(k=k, window=window, code=code, axis=axis, rows=rows, cols=cols, stride=stride)
+
+
+def pack(states: NDArray[np.uint16], k: int) -> NDArray[np.uint32]:
+    """Words of blocks: states ``[n, T]`` → uint32 ``[n, T·k/32]``. Only the low k bits of each state are stored.
+
+    Raises:
+        ArtifactError: a block is not a closed path of the trellis with k bits a step, so its states could not be read back.
+    """
+    n_blocks, block = states.shape
+    symbols = states[:, ::-1] & np.uint16((1 << k) - 1)
+    bits = (symbols[:, :, None] >> np.arange(k, dtype=np.uint16)) & np.uint16(1)
+    packed = np.packbits(bits.reshape(n_blocks, block * k).astype(np.uint8), axis=1, bitorder="little")
+    return packed.view("<u4").astype(np.uint32, copy=False)
+
+
+def unpack(words: NDArray[np.uint32], k: int, window: int) -> NDArray[np.uint16]:
+    """States ``[n, T]`` of blocks ``[n, T·k/32]``: the inverse of :func:`pack`."""
+    n_blocks, n_words = words.shape
+    block = n_words * 32 // k
+    stream = np.unpackbits(np.ascontiguousarray(words.astype("<u4")).view(np.uint8), axis=1, bitorder="little")
+    stream = np.concatenate([stream, stream[:, :window]], axis=1)
+    states = np.zeros((n_blocks, block), np.uint16)
+    for bit in range(window):
+        states |= stream[:, bit : bit + block * k : k].astype(np.uint16) << np.uint16(bit)
+    return states[:, ::-1]
+
+
+def check_closed(states: NDArray[np.uint16], k: int, window: int) -> None:
+    """Raise ArtifactError unless every block ``[n, T]`` is a closed path: each state continues the one before it, cyclically."""
+    keep = np.uint16((1 << (window - k)) - 1)
+    broken = (states >> np.uint16(k)) != (np.roll(states, 1, axis=1) & keep)
+    if broken.any():
+        block, step = (int(i) for i in np.argwhere(broken)[0])
+        raise ArtifactError(f"trellis block {block}, step {step}: the state does not continue the step before it")
+
+
+def check_tensors(module: str, spec: TrellisSpec, words: NDArray[Any], scales: NDArray[Any]) -> None:
+    """Raise ArtifactError unless the stored tensors have the shapes and dtypes that ``spec`` promises."""
+    for name, array, dtype, shape in (
+        ("weight", words, np.uint32, spec.words_shape),
+        ("scales", scales, np.float16, (spec.rows,)),
+    ):
+        if array.dtype != dtype or array.shape != shape:
+            expected = f"{np.dtype(dtype).name} {list(shape)}"
+            raise ArtifactError(f"{module}.{name}: expected {expected}, found {array.dtype.name} {list(array.shape)}")
+
+
+def specs_from_config(config: dict[str, Any]) -> dict[str, TrellisSpec]:
+    """All trellis modules that a config.json names; empty if it names none."""
+    section = config.get("trellis")
+    if section is None:
+        return {}
+    version = section.get("format_version") if isinstance(section, dict) else None
+    if version != FORMAT_VERSION:
+        raise ArtifactError(
+            f"config.json: trellis format_version: expected {FORMAT_VERSION}, found {version!r}",
+            hint="this artifact needs another tqtool version",
+        )
+    modules = cast("dict[str, dict[str, Any]]", section.get("modules", {}))
+    return {module: TrellisSpec.from_config(module, entry) for module, entry in modules.items()}

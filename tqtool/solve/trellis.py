@@ -1,0 +1,299 @@
+"""Trellis quantizers: a weight → row scales and tail-biting paths, stored packed, as their decoded values, or in an 8-bit carrier.
+
+The row scale is the row's root mean square over the code's best source scale (``mathx.codes.CODE_SCALE``), rounded to float16 before
+the search, so the encoder sees exactly what the decoder will multiply by. After the search it is refitted by least squares on the
+states found, which costs nothing at decode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tqtool import native
+from tqtool.errors import NumericalError, UserError
+from tqtool.formats.dtypes import DType
+from tqtool.formats.trellis import BLOCK, TrellisSpec, pack, spec_for
+from tqtool.mathx import codes
+from tqtool.solve.quantizer import ConfigEntry, QuantResult, StoredTensor, module_of
+from tqtool.solve.rtn import AffineRtn, cast
+
+CHUNK_WEIGHTS = 1 << 21
+"""Weights coded between two progress reports: under a second of work, and what bounds the temporaries (about 20 MB)."""
+
+Tick = Callable[[int], None]
+
+
+def _no_tick(weights: int) -> None:
+    del weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrellisOptions:
+    """What the user may choose about the code; the axis is chosen per module.
+
+    Attributes:
+        k: Bits per weight, 1..4.
+        window: L, state bits.
+        code: How a state becomes a value.
+        warmup: Steps on each side of the seam in the first pass; None is Algorithm 4 of QTIP (T/2).
+        threads: 0 for one per core; does not change the result.
+        refit: Refit row scales by least squares after the search.
+    """
+
+    k: int
+    window: int = 12
+    code: codes.Code = "mul1"
+    warmup: int | None = None
+    threads: int = 0
+    refit: bool = True
+
+    def __post_init__(self) -> None:
+        spec_for((1, BLOCK), k=self.k, axis=1, window=self.window, code=self.code)  # the same checks, before any work
+        if self.warmup is not None and not 1 <= self.warmup <= BLOCK // 2:
+            raise UserError(
+                f"--warmup {self.warmup}: expected 1..{BLOCK // 2} steps", hint="32 or 64 is the usual choice"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrellisMatrix:
+    """One coded weight.
+
+    Attributes:
+        spec: Shape and code.
+        words: uint32, ``spec.words_shape``.
+        scales: float16 ``[rows]``.
+        squared_error: Sum of squared differences to the weight.
+        squared_norm: Sum of squares of the weight.
+    """
+
+    spec: TrellisSpec
+    words: NDArray[np.uint32]
+    scales: NDArray[np.float16]
+    squared_error: float
+    squared_norm: float
+
+    @property
+    def relative_error(self) -> float:
+        """Squared error over squared norm: for Gaussian weights the mean squared error of the code."""
+        return self.squared_error / self.squared_norm if self.squared_norm else 0.0
+
+
+def encode_weight(
+    name: str, weight: NDArray[np.float32], spec: TrellisSpec, options: TrellisOptions, *, tick: Tick = _no_tick
+) -> TrellisMatrix:
+    """Code ``weight`` ``[out, in]`` as ``spec`` says.
+
+    Peak memory beyond the weight and the result: a few times ``CHUNK_WEIGHTS`` float32.
+
+    Raises:
+        NumericalError: a row's scale does not fit float16.
+    """
+    stored = weight if spec.axis == 1 else weight.T
+    scales = row_scales(name, stored, options.k)
+    levels = codes.levels(options.code, options.window)
+    values = codes.values(options.code, options.window)
+    words = np.empty((spec.n_blocks, spec.words_per_block), np.uint32)
+    error = norm = 0.0
+    for start, stop in row_chunks(spec):
+        rows = np.ascontiguousarray(stored[start:stop], np.float32)
+        inputs = _level_inputs(rows, scales[start:stop], spec, codes.UNIT[options.code])
+        states, _ = native.viterbi_encode(
+            inputs, levels, window=options.window, k=options.k, warmup=options.warmup, threads=options.threads
+        )
+        first = start * spec.stride // spec.block
+        words[first : first + len(states)] = pack(states, options.k)
+        decoded = values[states].reshape(-1)[: len(rows) * spec.stride].reshape(len(rows), spec.stride)[:, : spec.cols]
+        if options.refit:
+            scales[start:stop] = refit_scales(rows, decoded, scales[start:stop])
+        served = decoded * scales[start:stop, None].astype(np.float32)
+        error += float(np.sum(np.square(rows - served, dtype=np.float32), dtype=np.float64))
+        norm += float(np.sum(np.square(rows), dtype=np.float64))
+        tick(rows.size)
+    return TrellisMatrix(
+        spec=spec, words=words.reshape(spec.words_shape), scales=scales, squared_error=error, squared_norm=norm
+    )
+
+
+def row_scales(name: str, stored: NDArray[np.float32], k: int) -> NDArray[np.float16]:
+    """Float16 scale of each row of ``stored`` ``[rows, cols]``: root mean square over the code scale; 0 for a row of zeros."""
+    mean_square = np.einsum("rc,rc->r", stored, stored, dtype=np.float64) / stored.shape[1]
+    wanted = np.sqrt(mean_square) / codes.CODE_SCALE[k]
+    with np.errstate(over="ignore"):
+        scales = wanted.astype(np.float16)
+    lost = ~np.isfinite(scales) | ((scales == 0) & (wanted > 0))
+    if lost.any():
+        row = int(np.argmax(lost))
+        raise NumericalError(
+            f"{name}: row {row} has scale {wanted[row]:.3g}, which float16 cannot hold (6e-8 … 65504)",
+            hint="keep this module affine or dense with --rule",
+        )
+    return scales
+
+
+def refit_scales(
+    rows: NDArray[np.float32], decoded: NDArray[np.float32], scales: NDArray[np.float16]
+) -> NDArray[np.float16]:
+    """Least-squares scale of each row given its decoded values, ``<w, c> / <c, c>``, kept only where positive and finite."""
+    top = np.einsum("rc,rc->r", rows, decoded, dtype=np.float64)
+    bottom = np.einsum("rc,rc->r", decoded, decoded, dtype=np.float64)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        fitted = (top / bottom).astype(np.float16)
+    keep = np.isfinite(fitted) & (fitted > 0) & (scales > 0)
+    return np.where(keep, fitted, scales)
+
+
+def row_chunks(spec: TrellisSpec) -> Iterator[tuple[int, int]]:
+    """Row ranges that start on a block, each about ``CHUNK_WEIGHTS`` long."""
+    quantum = spec.block // math.gcd(spec.stride, spec.block)
+    step = max(1, CHUNK_WEIGHTS // (spec.stride * quantum)) * quantum
+    for start in range(0, spec.rows, step):
+        yield start, min(start + step, spec.rows)
+
+
+def _level_inputs(
+    rows: NDArray[np.float32], scales: NDArray[np.float16], spec: TrellisSpec, unit: float
+) -> NDArray[np.int16]:
+    """Rows in integer level units, cut into blocks: int16 ``[n, T]``. Rounding is float32, half to even: the same on every backend."""
+    with np.errstate(divide="ignore"):
+        factor = np.float32(unit) / scales.astype(np.float32)
+    factor[scales == 0] = 0
+    limit = np.float32(560)  # kMaxAbsX of the encoder
+    scaled = np.clip(np.rint(rows * factor[:, None]), -limit, limit).astype(np.int16)
+    if spec.stride > spec.cols:
+        scaled = np.pad(scaled, ((0, 0), (0, spec.stride - spec.cols)))
+    stream = scaled.reshape(-1)
+    padding = -stream.size % spec.block
+    return (np.pad(stream, (0, padding)) if padding else stream).reshape(-1, spec.block)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trellis:
+    options: TrellisOptions
+    axis: Literal[0, 1]
+    tick: Tick = field(default=_no_tick, compare=False)
+
+    def spec(self, shape: tuple[int, ...], name: str) -> TrellisSpec:
+        """Spec of a weight ``[out, in]``."""
+        if len(shape) != 2:
+            raise UserError(f"{name}: {list(shape)} is not a matrix", hint="the trellis codes linear layers")
+        return spec_for(
+            (shape[0], shape[1]), k=self.options.k, axis=self.axis, window=self.options.window, code=self.options.code
+        )
+
+    def encode(self, name: str, weight: NDArray[np.float32]) -> TrellisMatrix:
+        return encode_weight(name, weight, self.spec(weight.shape, name), self.options, tick=self.tick)
+
+    def describe(self, matrix: TrellisMatrix) -> tuple[dict[str, float], tuple[str, ...]]:
+        """Statistics and notes of a coded weight, for the manifest."""
+        stats = {"relative_error": matrix.relative_error, "padded_weights": float(matrix.spec.n_padding)}
+        dead = int(np.count_nonzero(matrix.scales == 0))
+        return stats, ((f"{dead} rows of zeros",) if dead else ())
+
+    @property
+    def name(self) -> str:
+        window = "" if self.options.window == 12 else f" L{self.options.window}"
+        return f"trellis k{self.options.k} {self.options.code}{window} axis{self.axis}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrellisPacked(_Trellis):
+    """Words and scales of format v1."""
+
+    @property
+    def label(self) -> str:
+        """``trellis k3 mul1 axis1``."""
+        return self.name
+
+    def outputs(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
+        """``.weight`` uint32 words and ``.scales`` float16."""
+        if self.options.code not in codes.COMPUTED_CODES:
+            raise UserError(
+                f"code {self.options.code!r} needs a table at decode and is for measurements only",
+                hint=f"pack with {', '.join(codes.COMPUTED_CODES)}, or write --fake-quant",
+            )
+        spec = self.spec(shape, name)
+        return (
+            StoredTensor(name=name, dtype=DType.U32, shape=spec.words_shape),
+            StoredTensor(name=f"{module_of(name)}.scales", dtype=DType.F16, shape=(spec.rows,)),
+        )
+
+    def run(self, name: str, weight: NDArray[np.float32]) -> QuantResult:
+        """Code and pack."""
+        matrix = self.encode(name, weight)
+        stats, notes = self.describe(matrix)
+        return QuantResult(
+            tensors={name: matrix.words, f"{module_of(name)}.scales": matrix.scales}, stats=stats, notes=notes
+        )
+
+    def config_entry(self) -> ConfigEntry:
+        """Not listed in ``quantization``: stock loaders would refuse the entry. It stands under ``trellis``."""
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrellisFakeQuant(_Trellis):
+    """The decoded values, rounded to ``dtype``: what the packed matrix expands to, loadable by stock mlx-lm."""
+
+    dtype: DType = DType.BF16
+
+    @property
+    def label(self) -> str:
+        """``fake trellis k3 mul1 axis1``."""
+        return f"fake {self.name}"
+
+    def outputs(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
+        """One dense tensor."""
+        self.spec(shape, name)
+        return (StoredTensor(name=name, dtype=self.dtype, shape=tuple(shape)),)
+
+    def run(self, name: str, weight: NDArray[np.float32]) -> QuantResult:
+        """Code, decode, round."""
+        values, stats, notes = _decoded(self, name, weight)
+        return QuantResult(tensors={name: cast(name, values, self.dtype)}, stats=stats, notes=notes)
+
+    def config_entry(self) -> ConfigEntry:
+        """Dense: an explicit ``false``."""
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrellisCarrier(_Trellis):
+    """The decoded values in 8-bit affine: stock mlx-lm's speed and about twice the packed size."""
+
+    carrier: AffineRtn
+
+    @property
+    def label(self) -> str:
+        """``trellis k3 mul1 axis1 in affine8 g64``."""
+        return f"{self.name} in {self.carrier.label}"
+
+    def outputs(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
+        """What the carrier stores."""
+        self.spec(shape, name)
+        return self.carrier.outputs(name, shape)
+
+    def run(self, name: str, weight: NDArray[np.float32]) -> QuantResult:
+        """Code, decode, quantize to the carrier."""
+        values, stats, notes = _decoded(self, name, weight)
+        carried = self.carrier.run(name, values)
+        return QuantResult(tensors=carried.tensors, stats={**stats, **carried.stats}, notes=(*notes, *carried.notes))
+
+    def config_entry(self) -> ConfigEntry:
+        """The carrier's."""
+        return self.carrier.config_entry()
+
+
+def _decoded(
+    quantizer: _Trellis, name: str, weight: NDArray[np.float32]
+) -> tuple[NDArray[np.float32], dict[str, float], tuple[str, ...]]:
+    matrix = quantizer.encode(name, weight)
+    values = native.trellis_expand(matrix.words, matrix.scales, matrix.spec, threads=quantizer.options.threads)
+    stats, notes = quantizer.describe(matrix)
+    return np.ascontiguousarray(values if quantizer.axis == 1 else values.T), stats, notes
