@@ -1,0 +1,84 @@
+"""Quantized layers turned into dense ones once, for machines where a dense product is the fast one.
+
+On a Linux CPU, MLX's quantized matmul takes 27 times as long as a float32 product through BLAS. The weights
+are exactly those the quantized kernels serve: scales and biases go to float32 *before* dequantization,
+otherwise every weight would be rounded to bf16 on the way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from tqtool.runtime.stock_model import TrellisLinear
+
+
+def expand_layers(model: nn.Module, dtype: mx.Dtype) -> tuple[int, tuple[str, ...]]:
+    """Replace every quantized layer of ``model`` by a dense one of ``dtype``, one layer at a time.
+
+    Returns:
+        How many layers were expanded, and the paths of layers that hold packed weights but are of no class
+        known here: those stay as they are.
+    """
+    expanded = 0
+    left = []
+    for path, module in model.named_modules():
+        dense = _dense(module, dtype)
+        if dense is not None:
+            mx.eval(dense.parameters())
+            model.update_modules(tree_unflatten([(path, dense)]))
+            expanded += 1
+        elif hasattr(module, "bits") and "scales" in module:
+            left.append(path)
+    return expanded, tuple(left)
+
+
+def _dense(module: nn.Module, dtype: mx.Dtype) -> nn.Module | None:
+    """The dense twin of a quantized layer; None for any other module."""
+    if isinstance(module, TrellisLinear):
+        return _with_weight(nn.Linear(1, 1, bias=False), module, _trellis_weight(module, dtype))
+    if isinstance(module, nn.QuantizedLinear):
+        return _with_weight(nn.Linear(1, 1, bias=False), module, dequantize(module, dtype))
+    if isinstance(module, nn.QuantizedEmbedding):
+        return _with_weight(nn.Embedding(1, 1), module, dequantize(module, dtype))
+    if isinstance(module, QuantizedSwitchLinear):
+        return _with_weight(SwitchLinear(1, 1, 1, bias=False), module, dequantize(module, dtype))
+    return None
+
+
+def _with_weight(dense: nn.Module, packed: nn.Module, weight: mx.array) -> nn.Module:
+    dense.weight = weight
+    if "bias" in packed:
+        dense.bias = packed.bias
+    dense.freeze()
+    return dense
+
+
+def _trellis_weight(layer: TrellisLinear, dtype: mx.Dtype) -> mx.array:
+    """[out, in] of ``dtype``."""
+    weight = layer.stored_weight()
+    return mx.contiguous(weight.T if layer.spec["axis"] == 0 else weight).astype(dtype)
+
+
+def dequantize(module: Any, dtype: mx.Dtype) -> mx.array:
+    """The weight of an affine, mxfp4, nvfp4 or mxfp8 layer, computed in float32 and rounded to ``dtype``."""
+    options: dict[str, Any] = {}
+    if module.get("global_scale") is not None:
+        options["global_scale"] = module.global_scale
+    # The scales of the mx and nv modes are 8-bit codes; only those of the affine mode are numbers to widen.
+    is_affine = module.mode == "affine"
+    weight = mx.dequantize(
+        module.weight,
+        module.scales.astype(mx.float32) if is_affine else module.scales,
+        module.biases.astype(mx.float32) if is_affine else None,
+        group_size=module.group_size,
+        bits=module.bits,
+        mode=module.mode,
+        dtype=mx.float32,
+        **options,
+    )
+    return weight.astype(dtype)

@@ -1,0 +1,62 @@
+"""Trellis layers on a CPU: words stay packed, products go through the compiled kernels.
+
+Up to ``MATVEC_ROWS`` input rows (decoding) the native matvec reads the words directly. More rows (a prompt)
+expand the weight to float32 and multiply through BLAS; that product is evaluated at once, so at most one
+expanded weight is alive at any time, however deep the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from tqtool import native
+from tqtool.formats.trellis import TrellisSpec
+from tqtool.runtime.stock_model import TrellisLinear
+
+MATVEC_ROWS = 4
+"""Up to this many rows the packed kernel beats expansion (the weight is decoded once for all of them)."""
+
+
+def layer_class_for(device: mx.Device) -> type[TrellisLinear]:
+    """The trellis layer to run on ``device``: compiled kernels on the CPU, MLX operations elsewhere."""
+    return NativeTrellisLinear if device.type == mx.cpu else TrellisLinear
+
+
+class NativeTrellisLinear(TrellisLinear):
+    """``TrellisLinear`` through ``tqtool.native``; same parameters, same values, float32 arithmetic."""
+
+    def __init__(self, spec: dict[str, Any], *, bias: bool, codes: mx.array | None):
+        super().__init__(spec, bias=bias, codes=codes)
+        self.native_spec = TrellisSpec.from_config("", spec)
+        self._views: tuple[NDArray[np.uint32], NDArray[np.float16]] | None = None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[..., in] → [..., out] in the type of ``x``; evaluates ``x`` and the product."""
+        flat = x.reshape(-1, x.shape[-1])
+        y = self._matvec(flat) if flat.shape[0] <= MATVEC_ROWS else self._product(flat)
+        y = y.astype(x.dtype).reshape(*x.shape[:-1], -1)
+        return y + self.bias.astype(y.dtype) if "bias" in self else y
+
+    def stored_weight(self) -> mx.array:
+        """The whole stored matrix, float32 [rows, cols]."""
+        return mx.array(native.trellis_expand(*self._packed(), self.native_spec))
+
+    def _matvec(self, x: mx.array) -> mx.array:
+        inputs = np.array(x.astype(mx.float32))
+        return mx.array(native.trellis_matvec(*self._packed(), self.native_spec, inputs))
+
+    def _product(self, x: mx.array) -> mx.array:
+        weight = self.stored_weight()
+        y = x.astype(mx.float32) @ (weight if self.spec["axis"] == 0 else weight.T)
+        mx.eval(y)
+        return y
+
+    def _packed(self) -> tuple[NDArray[np.uint32], NDArray[np.float16]]:
+        """Words and scales as numpy views of the MLX buffers, made once the weights are loaded."""
+        if self._views is None:
+            self._views = np.array(self.weight, copy=False), np.array(self.scales, copy=False)
+        return self._views

@@ -1,0 +1,251 @@
+"""One way to load every artifact and every stock mlx-lm folder: mlx-lm's model, some modules swapped.
+
+mlx is imported inside the functions: the BLAS has to be in place before (see ``tqtool.runtime.blas``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from tqtool.errors import ArtifactError, SourceError, UserError
+from tqtool.formats.dtypes import DType
+from tqtool.formats.safetensors import TensorInfo, read_header
+from tqtool.formats.trellis import TrellisSpec, specs_from_config
+from tqtool.runtime.blas import BlasReport, ensure_blas
+from tqtool.source.hub import is_hub_id, resolve_snapshot
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+Compute = Literal["packed", "expand"]
+DtypeName = Literal["float32", "bfloat16", "float16"]
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What ``load`` did.
+
+    Attributes:
+        path: The folder that was read.
+        compute: How quantized layers run.
+        dtype: Type of the dense parameters in memory; None where each kept its own.
+        n_trellis: Trellis layers in the artifact.
+        n_expanded: Quantized layers, trellis or affine, that were turned into dense ones.
+        kept_packed: Quantized layers that ``compute="expand"`` had to leave as they are.
+        file_bytes: Size of the weight files.
+        blas: What serves dense products.
+    """
+
+    path: Path
+    compute: Compute
+    dtype: str | None
+    n_trellis: int
+    n_expanded: int
+    kept_packed: tuple[str, ...]
+    file_bytes: int
+    blas: BlasReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to run: mlx-lm's module tree, its tokenizer, the config as read."""
+
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    config: dict[str, Any]
+    report: LoadReport
+
+
+def load(
+    path: str | Path,
+    *,
+    compute: Compute = "packed",
+    dtype: DtypeName | None = None,
+) -> LoadedModel:
+    """Load any artifact (float, affine, mx/nv, fake-quant, carrier, packed trellis) or stock mlx-lm folder.
+
+    Args:
+        path: Folder, or a hub id.
+        compute: ``packed`` keeps quantized layers packed. ``expand`` turns each into a dense layer once,
+            which is what scoring on a CPU wants; it costs the memory of a dense model.
+        dtype: Type of the dense parameters. By default float32 on a CPU (bf16 products do not go through
+            BLAS) and the stored types on a GPU.
+
+    Raises:
+        UserError: no model there, unknown architecture, a custom-code model.
+        ArtifactError: damaged files; tensors that disagree with the config; unknown trellis format version.
+    """
+    _check_choice("compute", compute, get_args(Compute))
+    if dtype is not None:
+        _check_choice("dtype", dtype, get_args(DtypeName))
+    blas = ensure_blas()
+    folder = model_folder(path)
+    config = _read_config(folder)
+    tensors = _read_headers(folder)
+    specs = specs_from_config(config)
+    _check_trellis(specs, tensors)
+
+    import mlx.core as mx
+
+    model = _build(folder, config)
+    on_cpu = mx.default_device().type == mx.cpu
+    dense_type = getattr(mx, dtype) if dtype else (mx.float32 if on_cpu else None)
+    if dense_type is not None:
+        _cast(model, dense_type, skip=specs)
+    n_expanded, kept = 0, tuple[str, ...]()
+    if compute == "expand":
+        from tqtool.runtime.expand import expand_layers
+
+        n_expanded, kept = expand_layers(model, dense_type or _float_type(model))
+        if kept:
+            log.warning("%d quantized layers of unknown class stay packed, first %s", len(kept), kept[0])
+    mx.eval(model.parameters())
+    report = LoadReport(
+        path=folder,
+        compute=compute,
+        dtype=None if dense_type is None else str(dense_type).removeprefix("mlx.core."),
+        n_trellis=len(specs),
+        n_expanded=n_expanded,
+        kept_packed=kept,
+        file_bytes=sum(file.stat().st_size for file in folder.glob("model*.safetensors")),
+        blas=blas,
+    )
+    return LoadedModel(model=model, tokenizer=load_tokenizer(folder), config=config, report=report)
+
+
+def model_folder(path: str | Path) -> Path:
+    """The folder of a model: ``path`` itself, or the snapshot of a hub id; UserError if it is neither."""
+    folder = Path(path)
+    if (folder / "config.json").is_file():
+        return folder
+    if not folder.exists() and is_hub_id(str(path)):
+        return resolve_snapshot(str(path), revision=None)[0]
+    found = "no such folder" if not folder.exists() else "no config.json in it"
+    raise UserError(
+        f"{path}: expected a model folder, found {found}",
+        hint="give a folder with config.json, model*.safetensors and a tokenizer, or a hub id",
+    )
+
+
+def load_tokenizer(folder: Path) -> TokenizerWrapper:
+    """mlx-lm's tokenizer of a model folder; stops at the union of the end tokens that config files name."""
+    from mlx_lm.utils import load_config
+    from mlx_lm.utils import load_tokenizer as stock_load_tokenizer
+
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(f"{folder}: no tokenizer files", hint="copy tokenizer.json and its config there")
+    try:
+        return stock_load_tokenizer(folder, eos_token_ids=load_config(folder).get("eos_token_id"))
+    except (OSError, ValueError, KeyError) as error:
+        raise ArtifactError(f"{folder}: the tokenizer cannot be loaded ({error})") from error
+
+
+def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UserError(f"{name}={value!r}: expected one of {', '.join(known)}")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    from mlx_lm.utils import load_config
+
+    try:
+        config = load_config(folder)
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{folder / 'config.json'}: cannot be read ({error})") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ArtifactError(f"{folder / 'config.json'}: expected a model configuration with a model_type")
+    if config.get("model_file") is not None and "trellis" not in config:
+        raise UserError(
+            f"{folder}: the model brings its own code ({config['model_file']}), which tqtool does not run",
+            hint="use mlx_lm with --trust-remote-code if you trust it",
+        )
+    return config
+
+
+def _read_headers(folder: Path) -> dict[str, TensorInfo]:
+    """All tensors of the weight files, headers validated."""
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise UserError(f"{folder}: no model*.safetensors", hint="the weights are missing; copy or download them")
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        try:
+            tensors.update(read_header(file).tensors)
+        except SourceError as error:
+            raise ArtifactError(error.message, hint=error.hint) from error
+    return tensors
+
+
+def _check_trellis(specs: dict[str, TrellisSpec], tensors: dict[str, TensorInfo]) -> None:
+    for module, spec in specs.items():
+        expected = {"weight": (DType.U32, spec.words_shape), "scales": (DType.F16, (spec.rows,))}
+        for name, (dtype, shape) in expected.items():
+            found = tensors.get(f"{module}.{name}")
+            if found is None or (found.dtype, found.shape) != (dtype, shape):
+                what = f"{found.dtype} {list(found.shape)}" if found else "nothing"
+                raise ArtifactError(
+                    f"{module}.{name}: config.json promises {dtype} {list(shape)}, the file holds {what}",
+                    hint="the artifact is incomplete or was edited; write it again",
+                )
+
+
+def _build(folder: Path, config: dict[str, Any]) -> nn.Module:
+    """The model with lazily loaded weights."""
+    from mlx_lm.utils import load_model
+
+    choose = {} if "trellis" not in config else {"get_model_classes": _trellis_classes()}
+    try:
+        # Our own classes serve trellis artifacts: the module file inside the artifact is never executed.
+        model, _ = load_model(folder, lazy=True, strict=True, model_config={"model_file": None}, **choose)
+    except ValueError as error:
+        first_line = str(error).strip().splitlines()[0]
+        if "not supported" in first_line:
+            hint = "`tqtool inspect` lists what is known; mlx-lm must have the architecture"
+            raise UserError(f"{folder}: {first_line}", hint=hint) from error
+        raise ArtifactError(f"{folder}: the weights do not fit the model: {first_line}") from error
+    return model
+
+
+def _trellis_classes() -> Callable[[dict[str, Any]], tuple[Any, Any]]:
+    import mlx.core as mx
+
+    from tqtool.runtime.linear import layer_class_for
+    from tqtool.runtime.stock_model import Model, ModelArgs
+
+    build = partial(Model, layer_class=layer_class_for(mx.default_device()))
+    return lambda config: (build, ModelArgs)
+
+
+def _cast(model: nn.Module, dtype: mx.Dtype, *, skip: dict[str, TrellisSpec]) -> None:
+    """Cast every floating parameter except those of trellis layers, whose float16 scales are the format's."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten, tree_unflatten
+
+    def wanted(path: str, value: mx.array) -> bool:
+        return mx.issubdtype(value.dtype, mx.floating) and path.rpartition(".")[0] not in skip
+
+    parameters = tree_flatten(model.parameters())
+    cast = [(path, value.astype(dtype)) for path, value in parameters if wanted(path, value)]
+    model.update(tree_unflatten(cast))
+
+
+def _float_type(model: nn.Module) -> mx.Dtype:
+    """The type most floating parameters have: what a dense twin of a packed layer should be."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    types = [value.dtype for _, value in tree_flatten(model.parameters())]
+    floating = Counter[mx.Dtype](dtype for dtype in types if mx.issubdtype(dtype, mx.floating))
+    return floating.most_common(1)[0][0]

@@ -1,0 +1,187 @@
+"""Run a packed trellis artifact inside stock mlx-lm; shipped in it as ``tqtool_model.py``.
+
+``config.json`` names this file in ``model_file``, so ``mlx_lm ... --trust-remote-code`` builds the model
+from here and refuses without the flag. ``Model(args)`` is mlx-lm's own class for ``config["model_type"]``
+with the linear layers listed in ``config["trellis"]["modules"]`` replaced by ``TrellisLinear``. Only MLX
+array operations are used, so it runs wherever MLX does; it is the plain path, not the fast one (that is
+tqtool's own runtime). The file depends on mlx and mlx_lm alone.
+
+Format version 1. ``weight`` is a stream of uint32 words: the stored matrix [rows, stride] in row-major
+order (``cols`` values used in each row), cut into blocks of T values, T·k bits each. Value t of a block owns
+the bit offset (T-1-t)·k; the L bits from there on, wrapping inside the block, little-endian in the words,
+are its state. Weight = f32(code(state)) · f32(scale[row]). Axis 1 stores [out, in], axis 0 [in, out].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+from mlx_lm.utils import _get_classes
+
+FORMAT_VERSION = 1
+CHUNK_WEIGHTS = 1 << 22
+"""Weights decoded at a time: bounds the temporaries at about 100 MB whatever the layer."""
+
+BYTE_SUM_CODES = {
+    "mul1": (0x83DCD12D, 0, 147.7),
+    "1mad": (34038481, 76625530, 147.800537109375),
+}
+"""Multiplier, addend, unit: x = state·multiplier + addend mod 2^32, value (byte sum of x - 510)·f32(1/unit)."""
+
+
+@dataclass
+class ModelArgs:
+    """What mlx-lm hands from ``config.json`` to ``Model``."""
+
+    config: dict[str, Any]
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> ModelArgs:
+        """Keep the whole configuration; the stock class picks its own fields from it later."""
+        return cls(config)
+
+
+def Model(args: ModelArgs, layer_class: type[TrellisLinear] | None = None) -> nn.Module:  # noqa: N802
+    """mlx-lm's model for ``args.config`` with its trellis layers in place; weights are loaded afterwards.
+
+    Named as mlx-lm wants it. ``layer_class`` is the class of the trellis layers, by default the one here.
+    Raises ValueError for an unknown format version, a path that is no ``nn.Linear``, a shape that disagrees.
+    """
+    model_class, args_class = _get_classes(args.config)
+    model = model_class(args_class.from_dict(args.config))
+    trellis = args.config["trellis"]
+    if trellis.get("format_version") != FORMAT_VERSION:
+        found = trellis.get("format_version")
+        raise ValueError(f"trellis format_version: expected {FORMAT_VERSION}, found {found!r}")
+
+    linears = dict(model.named_modules())
+    codes: dict[tuple[str, int], mx.array | None] = {}
+    layers = []
+    for path, spec in trellis["modules"].items():
+        key = (spec["code"], spec["window"])
+        if key not in codes:
+            codes[key] = code_values(*key)
+        layer = _layer_for(path, linears.get(path), spec, codes[key], layer_class or TrellisLinear)
+        layers.append((path, layer))
+    model.update_modules(tree_unflatten(layers))
+    return model
+
+
+def _layer_for(
+    path: str, linear: object, spec: dict[str, Any], codes: mx.array | None, layer_class: type[TrellisLinear]
+) -> TrellisLinear:
+    if not isinstance(linear, nn.Linear):
+        raise ValueError(f"trellis module {path}: expected a Linear layer, found {type(linear).__name__}")
+    layer = layer_class(spec, bias="bias" in linear, codes=codes)
+    expected, found = list(linear.weight.shape), list(layer.logical_shape)
+    if expected != found:
+        raise ValueError(f"trellis module {path}: expected [out, in] = {expected}, its spec says {found}")
+    return layer
+
+
+class TrellisLinear(nn.Module):  # type: ignore[misc]
+    """A linear layer whose weight is a bitshift-trellis stream, decoded on the fly.
+
+    Parameters: ``weight`` uint32 words, ``scales`` float16 [rows], ``bias`` [out] if the layer has one, and
+    ``table`` float32 [2^L] for a code without a formula here (``codes`` is None).
+    """
+
+    def __init__(self, spec: dict[str, Any], *, bias: bool, codes: mx.array | None):
+        super().__init__()
+        self.spec = dict(spec)
+        k, window, block = spec["k"], spec["window"], spec["block"]
+        if not 1 <= k < window <= 16 or block * k < 32 or block * k % 32:
+            raise ValueError(f"trellis spec k={k}, window={window}, block={block}: not decodable")
+        axis, cols, stride = spec["axis"], spec["cols"], spec["stride"]
+        if axis not in (0, 1) or cols > stride:
+            raise ValueError(f"trellis spec axis={axis}, cols={cols}, stride={stride}: not decodable")
+        self.weight = mx.zeros(words_shape(spec), mx.uint32)
+        self.scales = mx.zeros((spec["rows"],), mx.float16)
+        if codes is None:
+            self.table = mx.zeros((1 << window,), mx.float32)
+        else:
+            self._codes = codes
+        if bias:
+            self.bias = mx.zeros((self.logical_shape[0],))
+        self.freeze()
+
+    @property
+    def logical_shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        rows, cols = self.spec["rows"], self.spec["cols"]
+        return (cols, rows) if self.spec["axis"] == 0 else (rows, cols)
+
+    def decode_rows(self, start: int, stop: int) -> mx.array:
+        """Weights of the stored rows [start, stop), float32 [stop - start, cols]."""
+        k, window, block = self.spec["k"], self.spec["window"], self.spec["block"]
+        stride, cols = self.spec["stride"], self.spec["cols"]
+        words_per_block = block * k // 32
+        first, last = start * stride // block, -(-stop * stride // block)
+        words = self.weight.reshape(-1)[first * words_per_block : last * words_per_block]
+        words = words.reshape(last - first, words_per_block)
+
+        bit = (block - 1 - mx.arange(block)) * k
+        word, shift = bit // 32, (bit % 32).astype(mx.uint32)
+        low = mx.take(words, word, axis=1) >> shift
+        # Two steps: a shift by 32 is undefined, and shift = 0 must contribute nothing.
+        high = (mx.take(words, (word + 1) % words_per_block, axis=1) << 1) << (31 - shift)
+        state = (low | high) & ((1 << window) - 1)
+
+        values = mx.take(self.table if "table" in self else self._codes, state).reshape(-1)
+        begin = start * stride - first * block
+        values = values[begin : begin + (stop - start) * stride].reshape(stop - start, stride)
+        return values[:, :cols] * self.scales[start:stop, None].astype(mx.float32)
+
+    def stored_weight(self) -> mx.array:
+        """The whole stored matrix, float32 [rows, cols]."""
+        return self.decode_rows(0, self.spec["rows"])
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[..., in] → [..., out] in the type of ``x``; weights are rounded to it, as a dense layer's are."""
+        rows = self.spec["rows"]
+        step = max(1, CHUNK_WEIGHTS // self.spec["stride"])
+        spans = [(start, min(start + step, rows)) for start in range(0, rows, step)]
+        if self.spec["axis"] == 1:
+            y = mx.concatenate([x @ self.decode_rows(*span).astype(x.dtype).T for span in spans], axis=-1)
+        else:
+            y = self._sum_of_parts(x, spans)
+        return y + self.bias.astype(y.dtype) if "bias" in self else y
+
+    def _sum_of_parts(self, x: mx.array, spans: list[tuple[int, int]]) -> mx.array:
+        """The product for a transposed weight; partial sums are held in float32."""
+        y = mx.zeros((), mx.float32)
+        for start, stop in spans:
+            weight = self.decode_rows(start, stop).astype(x.dtype)
+            y = y + (x[..., start:stop] @ weight).astype(mx.float32)
+        return y.astype(x.dtype)
+
+    def _extra_repr(self) -> str:
+        out_dims, in_dims = self.logical_shape
+        return f"input_dims={in_dims}, output_dims={out_dims}, bias={'bias' in self}, {self.spec}"
+
+
+def words_shape(spec: dict[str, Any]) -> tuple[int, ...]:
+    """Shape of ``weight``: [rows, stride·k/32] where that holds whole blocks, else the flat stream."""
+    k, block, rows, stride = spec["k"], spec["block"], spec["rows"], spec["stride"]
+    if stride * k % 32 == 0 and rows * stride % block == 0:
+        return (rows, stride * k // 32)
+    return (-(-rows * stride // block) * (block * k // 32),)
+
+
+def code_values(code: str, window: int) -> mx.array | None:
+    """Value of every state, float32 [2^window]; None for a code that has no formula and stores its table."""
+    state = mx.arange(1 << window, dtype=mx.uint32)
+    if code == "3inst":
+        mixed = ((state * 89226354 + 64248484) & 0x8FFF8FFF) ^ 0x3B603B60
+        halves = mixed.view(mx.float16).reshape(-1, 2).astype(mx.float32)
+        return (halves[:, 0] + halves[:, 1]) * (1.0 / 1.24371088)
+    if code not in BYTE_SUM_CODES:
+        return None
+    multiplier, addend, unit = BYTE_SUM_CODES[code]
+    hashed = state * mx.array(multiplier, mx.uint32) + mx.array(addend, mx.uint32)
+    total = (hashed & 255) + ((hashed >> 8) & 255) + ((hashed >> 16) & 255) + (hashed >> 24)
+    return (total.astype(mx.int32) - 510).astype(mx.float32) * (1.0 / unit)
