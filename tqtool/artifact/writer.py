@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from tqtool.errors import ArtifactError, UserError
 from tqtool.formats.dtypes import dtype_of
+from tqtool.formats.manifest import MANIFEST_NAME
 from tqtool.formats.safetensors import build_header
 from tqtool.solve.quantizer import StoredTensor
 
@@ -80,6 +81,7 @@ class ArtifactWriter:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         *,
         total_parameters: int | None = None,
+        overwrite: bool = False,
     ) -> None:
         self.out = out.absolute()
         self.shards = plan_shards(planned, max_shard_bytes)
@@ -87,6 +89,7 @@ class ArtifactWriter:
         self.tensor_sha256: dict[str, str] = {}
         self.notes: list[str] = []
         self._total_parameters = total_parameters
+        self._overwrite = overwrite
         self._order = iter([(shard, tensor) for shard in self.shards for tensor in shard.tensors])
         self._left = len(planned)
         self._file: IO[bytes] | None = None
@@ -99,7 +102,7 @@ class ArtifactWriter:
         return self.out.parent / f".{self.out.name}.partial-{os.getpid()}"
 
     def __enter__(self) -> Self:
-        check_target(self.out)
+        check_target(self.out, overwrite=self._overwrite)
         self.notes += remove_stale_partials(self.out)
         with disk_errors(self.folder):
             if self.folder.exists():
@@ -162,9 +165,7 @@ class ArtifactWriter:
         if self._total_parameters is not None:
             metadata["total_parameters"] = self._total_parameters
         weight_map = dict(sorted((tensor.name, shard) for tensor, shard in tensors))
-        self.add_bytes(
-            INDEX_NAME, json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=4).encode()
-        )
+        self.add_bytes(INDEX_NAME, json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=4).encode())
 
     def commit(self) -> None:
         """Make it durable and give it its name; raises ArtifactError when a planned tensor is missing."""
@@ -178,9 +179,19 @@ class ArtifactWriter:
         with disk_errors(self.out):
             for folder, _, _ in os.walk(self.folder):
                 _sync_folder(Path(folder))
-            self.folder.rename(self.out)  # an existing empty folder is replaced
+            self._rename()
             _sync_folder(self.out.parent)
         self._committed = True
+
+    def _rename(self) -> None:
+        """Give the folder its name; an existing empty folder is replaced, an artifact only when asked."""
+        old = self.out.parent / f".{self.out.name}.replaced-{os.getpid()}"
+        replaces = self._overwrite and self.out.is_dir()
+        if replaces:
+            self.out.rename(old)
+        self.folder.rename(self.out)
+        if replaces:
+            shutil.rmtree(old)
 
     def _claim(self, relpath: str) -> Path:
         path = (self.folder / relpath).resolve()
@@ -209,12 +220,13 @@ class ArtifactWriter:
         self._file = None
 
 
-def check_target(out: Path) -> None:
-    """Refuse an output that is a file, not empty, or cannot be created."""
+def check_target(out: Path, *, overwrite: bool = False) -> None:
+    """Refuse an output that is a file, not empty (but for an artifact to overwrite), or cannot be created."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise UserError(f"{out}: exists and is not a folder", hint="name a folder that does not exist")
-    if out.is_dir() and any(out.iterdir()):
-        raise UserError(f"{out}: is not empty", hint="remove it or choose another output folder")
+    if out.is_dir() and any(out.iterdir()) and not (overwrite and (out / MANIFEST_NAME).is_file()):
+        reason = "is not empty and not an artifact of tqtool" if overwrite else "is not empty"
+        raise UserError(f"{out}: {reason}", hint="remove it or choose another output folder")
     if not out.parent.is_dir():
         raise UserError(f"{out.parent}: no such folder, so {out.name} cannot be created in it")
     if not os.access(out.parent, os.W_OK | os.X_OK):

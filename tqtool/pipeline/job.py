@@ -11,27 +11,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from tqtool.artifact.config import build_config, encode_config
-from tqtool.artifact.writer import ArtifactWriter, check_target, plan_shards
-from tqtool.errors import ArtifactError, NumericalError
-from tqtool.formats.dtypes import DType, dtype_of
+from tqtool.artifact.config import build_config
+from tqtool.artifact.stop_tokens import StopTokens, read_stop_tokens
+from tqtool.artifact.writer import check_target, plan_shards
+from tqtool.errors import UserError
+from tqtool.formats.dtypes import DType
+from tqtool.formats.manifest import Manifest
+from tqtool.pipeline.execute import Check, Progress, execute
 from tqtool.pipeline.plan import JobPlan, Work, row_of, totals_of
-from tqtool.solve.quantizer import ConfigEntry, Quantizer, QuantResult, takes_source_dtype
+from tqtool.pipeline.preflight import memory_note, require_disk
+from tqtool.solve.quantizer import ConfigEntry, Quantizer
 from tqtool.source.checkpoint import Checkpoint
-from tqtool.transform.apply import apply_folds
 from tqtool.transform.plan import OutputTensor, TransformPlan
 
 Choose = Callable[[OutputTensor], Quantizer]
-Progress = Callable[[float, str], None]
 
 OTHER_FILE_BYTES = 1 << 20
 """Allowance for headers, index, config, card and manifest in the disk estimate."""
 
 
-def _silent(amount: float, what: str) -> None:
+def silent(amount: float, what: str) -> None:
+    """A progress callback that says nothing."""
     del amount, what
 
 
@@ -43,35 +43,36 @@ class JobExtras:
         config: Further top-level keys of ``config.json``, e.g. ``trellis`` and ``model_file``.
         files: Further files of the artifact, relative path → bytes or a file to copy.
         notes: Tensor name → remarks made while choosing its quantizer.
+        plan_notes: Remarks about the whole job, kept in the manifest and the card.
         default_entry: Top-level triple of ``quantization``; without it the most used entry.
         dtype: Dtype of dense tensors when set for the whole model; written into the config.
+        request: What was asked for, JSON-ready, kept in the manifest.
+        kind: Name of the artifact's format; without it ``affine`` or ``float``.
+        is_stock: False when stock mlx-lm cannot load the artifact by itself.
+        tags: Further tags of the model card.
+        overwrite: Replace an existing artifact of tqtool under ``out``.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes | Path] = field(default_factory=dict)
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    plan_notes: tuple[str, ...] = ()
     default_entry: dict[str, Any] | None = None
     dtype: DType | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorReport:
-    """What happened to one output tensor."""
-
-    tensor: str
-    quantizer: str
-    stats: Mapping[str, float]
-    notes: tuple[str, ...]
+    request: Mapping[str, Any] = field(default_factory=dict)
+    kind: str | None = None
+    is_stock: bool = True
+    tags: tuple[str, ...] = ()
+    overwrite: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
-    """What a finished job wrote."""
+    """What a finished job wrote; ``manifest`` holds a row per tensor."""
 
     out: Path
     plan: JobPlan
-    reports: tuple[TensorReport, ...]
-    notes: tuple[str, ...]
+    manifest: Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,66 +84,26 @@ class Job:
     works: tuple[Work, ...]
     plan: JobPlan
     config: Mapping[str, Any]
+    stop_tokens: StopTokens
     extras: JobExtras
+    kind: str
     out: Path
 
-    def run(self, progress: Progress = _silent) -> JobResult:
+    def run(self, progress: Progress = silent, check: Check | None = None) -> JobResult:
         """Write the artifact; nothing is left under ``out`` or beside it when this raises.
 
         Args:
             progress: Called after each tensor with its parameter count and name.
+            check: Called with the finished folder before it gets its final name; raises to refuse it.
+
+        Raises:
+            ArtifactError: the disk is too full, writing failed, or ``check`` refused.
+            NumericalError: a source tensor is not finite or does not fit its dtype.
+            SourceError: the source changed while it was read.
         """
-        planned = [stored for work in self.works for stored in work.stored]
-        reports = []
-        with ArtifactWriter(self.out, planned, total_parameters=self.plan.totals.parameters) as writer:
-            for work in self.works:
-                result = self._quantize(work)
-                for name, array in result.tensors.items():
-                    writer.write(name, array)
-                reports.append(self._report(work, result))
-                progress(work.parameters, work.output.name)
-            self._write_companions(writer)
-            writer.commit()
-            notes = tuple(writer.notes)
-        return JobResult(out=self.out, plan=self.plan, reports=tuple(reports), notes=notes)
-
-    def _quantize(self, work: Work) -> QuantResult:
-        output = work.output
-        if output.ops or not takes_source_dtype(work.quantizer):
-            weight = apply_folds(output, self._read)
-        else:
-            weight = self._read(output.source)
-        result = work.quantizer.run(output.name, weight)
-        found = [(name, dtype_of(array), tuple(array.shape)) for name, array in result.tensors.items()]
-        promised = [(stored.name, stored.dtype, stored.shape) for stored in work.stored]
-        if found != promised:
-            raise ArtifactError(
-                f"{output.name}: {work.quantizer.label} promised {promised} and returned {found}"
-            )
-        return result
-
-    def _read(self, name: str) -> NDArray[Any]:
-        array = self.checkpoint.tensors[name].read()
-        require_finite_array(name, array)
-        return array
-
-    def _report(self, work: Work, result: QuantResult) -> TensorReport:
-        notes = (*self.extras.notes.get(work.output.name, ()), *result.notes)
-        return TensorReport(
-            tensor=work.output.name, quantizer=work.quantizer.label, stats=dict(result.stats), notes=notes
-        )
-
-    def _write_companions(self, writer: ArtifactWriter) -> None:
-        writer.add_bytes("config.json", encode_config(self.config))
-        writer.add_index()
-        for path in self.checkpoint.files:
-            if path.name not in writer.files:
-                writer.copy_file(path.name, path)
-        for relpath, content in sorted(self.extras.files.items()):
-            if isinstance(content, bytes):
-                writer.add_bytes(relpath, content)
-            else:
-                writer.copy_file(relpath, content)
+        require_disk(self.out.parent, self.plan.totals.disk_bytes)
+        manifest = execute(self, progress, check)
+        return JobResult(out=self.out, plan=self.plan, manifest=manifest)
 
 
 def plan_job(
@@ -156,30 +117,32 @@ def plan_job(
     """Resolve and validate the whole job; no tensor is read.
 
     Raises:
-        UserError: a quantizer cannot take its tensor, or ``out`` cannot be written.
+        UserError: a quantizer cannot take its tensor, or ``out`` is not a place to write to.
     """
     extras = extras or JobExtras()
-    check_target(out)
+    _require_separate(checkpoint.path, out)
+    check_target(out, overwrite=extras.overwrite)
     works = tuple(_work(output, choose(output)) for output in transform.outputs)
-    entries: dict[str, ConfigEntry] = {
-        work.output.module: work.quantizer.config_entry() for work in works if work.output.module is not None
-    }
+    entries = module_entries(works)
+    stop_tokens = read_stop_tokens(checkpoint.config, checkpoint.files)
     config = build_config(
         transform.updated_config(dict(checkpoint.config)),
         entries=entries,
         default=extras.default_entry,
         dtype=extras.dtype,
-        extra=extras.config,
+        extra=_with_stop_tokens(extras.config, stop_tokens),
     )
     shards = plan_shards([stored for work in works for stored in work.stored])
     other_bytes = OTHER_FILE_BYTES + sum(path.stat().st_size for path in checkpoint.files)
+    totals = totals_of(checkpoint, works, n_shards=len(shards), other_bytes=other_bytes)
     plan = JobPlan(
         out=str(out),
         transform=transform.id,
         rotation_seed=transform.seed,
         rows=tuple(row_of(work, extras.notes.get(work.output.name, ())) for work in works),
-        totals=totals_of(checkpoint, works, n_shards=len(shards), other_bytes=other_bytes),
-        notes=(),
+        totals=totals,
+        notes=_present(*extras.plan_notes, stop_tokens.note),
+        warnings=_present(*checkpoint.warnings, memory_note(totals.peak_memory_bytes)),
     )
     return Job(
         checkpoint=checkpoint,
@@ -187,17 +150,38 @@ def plan_job(
         works=works,
         plan=plan,
         config=config,
+        stop_tokens=stop_tokens,
         extras=extras,
+        kind=extras.kind or ("affine" if any(entries.values()) else "float"),
         out=out,
     )
 
 
-def require_finite_array(name: str, array: NDArray[Any]) -> None:
-    """Raise NumericalError when a float array holds NaN or infinity."""
-    if array.dtype.kind in "iub" or bool(np.isfinite(array).all()):
-        return
-    raise NumericalError(f"{name}: holds NaN or infinite values")
+def module_entries(works: tuple[Work, ...]) -> dict[str, ConfigEntry]:
+    """Module path → its entry for ``config.json: quantization``."""
+    return {work.output.module: work.quantizer.config_entry() for work in works if work.output.module is not None}
 
 
 def _work(output: OutputTensor, quantizer: Quantizer) -> Work:
     return Work(output=output, quantizer=quantizer, stored=quantizer.outputs(output.name, output.shape))
+
+
+def _with_stop_tokens(extra: Mapping[str, Any], stop_tokens: StopTokens) -> dict[str, Any]:
+    """``extra``, and the union of stop tokens when the source's files disagree about them."""
+    if stop_tokens.note is None:
+        return dict(extra)
+    return {"eos_token_id": list(stop_tokens.union), **extra}
+
+
+def _require_separate(source: Path, out: Path) -> None:
+    source, target = source.resolve(), out.resolve()
+    if target == source or target.is_relative_to(source):
+        raise UserError(
+            f"{out}: the output lies in the source folder {source}", hint="choose a folder outside the source"
+        )
+    if source.is_relative_to(target):
+        raise UserError(f"{out}: the output holds the source folder {source}", hint="choose another output folder")
+
+
+def _present(*notes: str | None) -> tuple[str, ...]:
+    return tuple(note for note in notes if note)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -91,6 +92,7 @@ class JobPlan:
     rows: tuple[JobRow, ...]
     totals: JobTotals
     notes: tuple[str, ...]
+    warnings: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form."""
@@ -114,6 +116,38 @@ def row_of(work: Work, notes: tuple[str, ...]) -> JobRow:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowGroup:
+    """Rows that differ only in their layer number."""
+
+    pattern: str
+    count: int
+    shape: str
+    quantizer: str
+    stored_bytes: int
+    remark: str
+
+
+def grouped_rows(rows: Sequence[JobRow]) -> tuple[RowGroup, ...]:
+    """Fold layers together: what a person can read of a plan."""
+    groups: dict[tuple[str, str, tuple[int, ...], str], list[JobRow]] = {}
+    for row in rows:
+        pattern = re.sub(r"\.\d+\.", ".*.", row.module or row.tensor)
+        remark = "; ".join((*row.notes, *(re.sub(r"\.\d+\.", ".*.", fold) for fold in row.folds)))
+        groups.setdefault((pattern, row.quantizer, row.shape, re.sub(r"lane \d+", "lane n", remark)), []).append(row)
+    return tuple(
+        RowGroup(
+            pattern=pattern,
+            count=len(members),
+            shape="×".join(map(str, shape)),
+            quantizer=quantizer,
+            stored_bytes=sum(row.stored_bytes for row in members),
+            remark=remark,
+        )
+        for (pattern, quantizer, shape, remark), members in groups.items()
+    )
+
+
 def totals_of(checkpoint: Checkpoint, works: Sequence[Work], *, n_shards: int, other_bytes: int) -> JobTotals:
     """Sums and estimates; ``other_bytes`` are the files that are not shards."""
     parameters = sum(work.parameters for work in works)
@@ -130,8 +164,7 @@ def totals_of(checkpoint: Checkpoint, works: Sequence[Work], *, n_shards: int, o
         bits_per_weight=8 * tensor_bytes / max(1, parameters),
         bits_per_source_weight=8 * tensor_bytes / max(1, source_parameters),
         code_bits_per_weight=8 * code_bytes / max(1, parameters),
-        peak_memory_bytes=BASE_MEMORY_BYTES
-        + max((_live_bytes(checkpoint, work) for work in works), default=0),
+        peak_memory_bytes=BASE_MEMORY_BYTES + max((_live_bytes(checkpoint, work) for work in works), default=0),
         disk_bytes=tensor_bytes + other_bytes,
     )
 
@@ -144,6 +177,4 @@ def _live_bytes(checkpoint: Checkpoint, work: Work) -> int:
         copies = FLOAT_COPIES_RAW
     else:
         copies = FLOAT_COPIES_CAST
-    return (
-        checkpoint.tensors[work.output.source].nbytes + int(copies * 4 * work.parameters) + work.stored_bytes
-    )
+    return checkpoint.tensors[work.output.source].nbytes + int(copies * 4 * work.parameters) + work.stored_bytes

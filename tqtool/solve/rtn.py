@@ -17,18 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tqtool.errors import NumericalError, UserError
+from tqtool.formats.affine import AffineSpec, Mode
 from tqtool.formats.dtypes import DType
 from tqtool.solve.quantizer import ConfigEntry, QuantResult, StoredTensor, module_of
 
 if TYPE_CHECKING:
     import mlx.core as mx
-
-Mode = Literal["affine", "mxfp4", "nvfp4", "mxfp8"]
-
-AFFINE_BITS = (1, 2, 3, 4, 5, 6, 8)
-AFFINE_GROUPS = (32, 64, 128)
-FP_MODES: dict[str, tuple[int, int]] = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
-"""Bits and group size, the only pair each mode has."""
 
 CHUNK_ELEMENTS = 1 << 21
 """Elements given to one ``mx.quantize`` call: 4 MB of bf16, which hides the launch and fits any memory."""
@@ -88,18 +82,10 @@ class AffineRtn:
     accepts_source_dtype: Literal[True] = True
 
     def __post_init__(self) -> None:
-        if self.mode == "affine":
-            if self.bits not in AFFINE_BITS:
-                raise UserError(f"{self.bits} bits: affine has {_listed(AFFINE_BITS)}")
-            if self.group_size not in AFFINE_GROUPS:
-                raise UserError(
-                    f"group size {self.group_size}: affine has {', '.join(map(str, AFFINE_GROUPS))}"
-                )
-        elif self.mode not in FP_MODES:
-            raise UserError(f"mode '{self.mode}' is unknown", hint=f"modes: affine, {', '.join(FP_MODES)}")
-        elif (self.bits, self.group_size) != FP_MODES[self.mode]:
-            bits, group = FP_MODES[self.mode]
-            raise UserError(f"{self.mode} has {bits} bits in groups of {group}: leave both out")
+        try:
+            AffineSpec(bits=self.bits, group_size=self.group_size, mode=self.mode)
+        except ValueError as error:
+            raise UserError(str(error)) from error
 
     @property
     def label(self) -> str:
@@ -157,10 +143,6 @@ class AffineRtn:
         import mlx.core as mx
 
         return [mx.new_stream(mx.cpu) for _ in range(self.threads or min(os.cpu_count() or 1, 4))]
-
-
-def _listed(values: tuple[int, ...]) -> str:
-    return ", ".join(map(str, values))
 
 
 def _rows_shape(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -1,0 +1,161 @@
+"""Load an artifact in stock mlx-lm, in a process of its own, and say what came out.
+
+The child (``python -m tqtool.artifact.reload FOLDER --depth forward``) keeps mlx-lm and the weights out of the
+converter's memory and prints one JSON object. Nothing here knows the artifact: it reports what a stranger's loader
+built, and ``compare_modules`` holds that against the plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tqtool.errors import ArtifactError, BackendError
+from tqtool.solve.quantizer import ConfigEntry
+
+Depth = Literal["load", "forward"]
+_IMPORT_FAILED = 70
+_PROBE_TOKENS = (1, 2, 3, 5, 8, 13)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModule:
+    """One quantizable module as mlx-lm built it; ``bits`` is None for a dense one."""
+
+    kind: str
+    bits: int | None
+    group_size: int | None
+    mode: str | None
+
+    def __str__(self) -> str:
+        return self.kind if self.bits is None else f"{self.kind} {self.mode} {self.bits} bits g{self.group_size}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReloadReport:
+    """What the child found; ``n_logits`` is 0 when no forward was asked for."""
+
+    modules: Mapping[str, LoadedModule]
+    n_logits: int
+    mlx_lm_version: str
+
+
+def reload_stock(folder: Path, *, depth: Depth, trust_remote_code: bool = False) -> ReloadReport:
+    """Strict lazy load of ``folder`` in stock mlx-lm and, for ``forward``, one pass over a few tokens.
+
+    Raises:
+        ArtifactError: mlx-lm refuses the folder or a logit is not finite.
+        BackendError: mlx-lm cannot be imported.
+    """
+    command = [sys.executable, "-P", "-m", "tqtool.artifact.reload", str(folder), "--depth", depth]
+    if trust_remote_code:
+        command.append("--trust-remote-code")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=_child_environment())
+    if done.returncode == _IMPORT_FAILED:
+        raise BackendError(f"mlx-lm cannot be imported: {_last_line(done.stderr)}", hint="--check none skips it")
+    if done.returncode != 0:
+        raise ArtifactError(f"stock mlx-lm does not load {folder.name}: {_last_line(done.stderr)}")
+    answer = json.loads(done.stdout)
+    if not answer["finite"]:
+        raise ArtifactError(f"{folder.name}: one forward in stock mlx-lm gave logits that are not finite")
+    return ReloadReport(
+        modules={path: LoadedModule(**module) for path, module in answer["modules"].items()},
+        n_logits=answer["n_logits"],
+        mlx_lm_version=answer["mlx_lm_version"],
+    )
+
+
+def compare_modules(report: ReloadReport, entries: Mapping[str, ConfigEntry]) -> tuple[str, ...]:
+    """Differences between the loaded model and the plan, one line each; empty when they agree."""
+    problems = []
+    for path, entry in entries.items():
+        module = report.modules.get(path)
+        if entry is None:
+            continue
+        if module is None:
+            problems.append(f"{path}: planned, but mlx-lm built no such module")
+        elif entry is False and module.bits is not None:
+            problems.append(f"{path}: planned dense, loaded as {module}")
+        elif entry is not False:
+            found = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+            if found != entry:
+                problems.append(f"{path}: planned {_entry_text(entry)}, loaded as {module}")
+    problems += [f"{path}: {report.modules[path]} is not in the plan" for path in report.modules if path not in entries]
+    return tuple(problems)
+
+
+def _entry_text(entry: Mapping[str, Any]) -> str:
+    return f"{entry['mode']} {entry['bits']} bits g{entry['group_size']}"
+
+
+def _child_environment() -> dict[str, str]:
+    return {**os.environ, "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no message"
+
+
+def _inspect(folder: Path, depth: Depth, trust_remote_code: bool) -> dict[str, Any]:
+    import mlx.core as mx
+    import mlx_lm
+    from mlx_lm.utils import load_model
+
+    model, config = load_model(folder, lazy=True, strict=True, trust_remote_code=trust_remote_code)
+    finite, n_logits = True, 0
+    if depth == "forward":
+        vocab = int(config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 2))
+        logits = model(mx.array([[token % vocab for token in _PROBE_TOKENS]]))
+        finite, n_logits = bool(mx.isfinite(logits).all().item()), int(logits.size)
+    return {
+        "modules": {path: asdict(_module(module)) for path, module in _quantizable(model)},
+        "finite": finite,
+        "n_logits": n_logits,
+        "mlx_lm_version": str(mlx_lm.__version__),
+    }
+
+
+def _quantizable(model: Any) -> list[tuple[str, Any]]:
+    return [
+        (path, module)
+        for path, module in model.named_modules()
+        if hasattr(module, "to_quantized") or isinstance(getattr(module, "bits", None), int)
+    ]
+
+
+def _module(module: Any) -> LoadedModule:
+    return LoadedModule(
+        kind=type(module).__name__,
+        bits=getattr(module, "bits", None),
+        group_size=getattr(module, "group_size", None),
+        mode=getattr(module, "mode", None),
+    )
+
+
+def main() -> int:
+    """Entry point of the child."""
+    parser = argparse.ArgumentParser(prog="tqtool.artifact.reload")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--depth", choices=("load", "forward"), default="forward")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    arguments = parser.parse_args()
+    try:
+        import mlx_lm.utils  # noqa: F401
+    except ImportError as error:
+        sys.stderr.write(f"{error}\n")
+        return _IMPORT_FAILED
+    answer = _inspect(arguments.folder, arguments.depth, arguments.trust_remote_code)
+    json.dump(answer, sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

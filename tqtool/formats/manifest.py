@@ -1,0 +1,182 @@
+"""``tqtool/manifest.json``: what an artifact is, where it came from, and the hash of every byte of it.
+
+The file is canonical: sorted keys, indent 1, no timestamps, and ``digest`` = SHA-256 of the same document
+without ``digest``. ``parse`` refuses anything that does not encode back to the very bytes it read, so a flipped
+byte anywhere in the manifest is found too. Prose: docs/formats/manifest.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from tqtool.errors import ArtifactError
+from tqtool.formats.dtypes import DType
+
+MANIFEST_NAME = "tqtool/manifest.json"
+FORMAT_VERSION = 1
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class SourceRecord(_Model):
+    """The checkpoint the artifact was made from; ``content_sha256`` covers layout and every tensor read."""
+
+    kind: Literal["folder", "hub"]
+    location: str
+    revision: str | None
+    content_sha256: Sha256
+
+
+class TransformRecord(_Model):
+    """A weight transform that is folded into the tensors."""
+
+    id: str
+    seed: int | None
+    deviations: list[str]
+
+
+class StoredRecord(_Model):
+    """One tensor of a shard."""
+
+    name: str
+    dtype: str
+    shape: list[Count]
+    file: str
+    size_bytes: Count
+    sha256: Sha256
+
+    @field_validator("dtype")
+    @classmethod
+    def _known_dtype(cls, value: str) -> str:
+        return DType(value).value
+
+
+class TensorRecord(_Model):
+    """One float tensor of the model and what is stored for it."""
+
+    name: str
+    module: str | None
+    role: str
+    source: str
+    source_sha256: Sha256
+    folds: list[str]
+    quantizer: str
+    shape: list[Count]
+    parameters: Count
+    stored: Annotated[list[StoredRecord], Field(min_length=1)]
+    notes: list[str]
+    stats: dict[str, float]
+
+
+class FileRecord(_Model):
+    """One file of the artifact other than the manifest."""
+
+    size_bytes: Count
+    sha256: Sha256
+
+
+class Totals(_Model):
+    """Sizes and rates; see ``tqtool.pipeline.plan.JobTotals``."""
+
+    parameters: Count
+    source_parameters: Count
+    tensor_bytes: Count
+    bits_per_weight: float
+    bits_per_source_weight: float
+    code_bits_per_weight: float
+
+
+class Manifest(_Model):
+    """The whole document."""
+
+    format_version: Literal[1] = 1
+    kind: str
+    source: SourceRecord
+    transforms: list[TransformRecord]
+    request: dict[str, Any]
+    tools: dict[str, str]
+    tensors: list[TensorRecord]
+    totals: Totals
+    files: dict[str, FileRecord]
+    notes: list[str]
+
+    @field_validator("files")
+    @classmethod
+    def _inside(cls, value: dict[str, FileRecord]) -> dict[str, FileRecord]:
+        for name in value:
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or name == MANIFEST_NAME:
+                raise ValueError(f"file name {name!r} is not allowed")
+        return value
+
+    @model_validator(mode="after")
+    def _tensors_have_files(self) -> Self:
+        for record in self.tensors:
+            for stored in record.stored:
+                if stored.file not in self.files:
+                    raise ValueError(f"tensor {stored.name} lies in {stored.file}, which files does not list")
+        return self
+
+    def stored(self) -> dict[str, StoredRecord]:
+        """Every stored tensor by name."""
+        return {stored.name: stored for record in self.tensors for stored in record.stored}
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The canonical bytes of ``manifest``."""
+    body = manifest.model_dump(mode="json")
+    return _text({**body, "digest": _digest(body)})
+
+
+def parse(data: bytes, where: str = MANIFEST_NAME) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        ArtifactError: not JSON, another format version, an unknown or missing field, a wrong digest, or bytes that
+            are not the canonical form.
+    """
+    try:
+        body = json.loads(data)
+    except ValueError as error:
+        raise ArtifactError(f"{where}: is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ArtifactError(f"{where}: holds {type(body).__name__}, expected an object")
+    if body.get("format_version") != FORMAT_VERSION:
+        raise ArtifactError(
+            f"{where}: format_version {body.get('format_version')!r}, this tqtool reads {FORMAT_VERSION}",
+            hint="use the tqtool version that wrote the artifact, or a newer one",
+        )
+    digest = body.pop("digest", None)
+    try:
+        manifest = Manifest.model_validate(body)
+    except ValidationError as error:
+        raise ArtifactError(f"{where}: {_first_problem(error)}") from error
+    if digest != _digest(body) or encode(manifest) != data:
+        raise ArtifactError(f"{where}: its digest does not match its content: it was edited or damaged")
+    return manifest
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(_text(body)).hexdigest()
+
+
+def _text(body: dict[str, Any]) -> bytes:
+    text = json.dumps(body, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return (text + "\n").encode()
+
+
+def _first_problem(error: ValidationError) -> str:
+    problems = error.errors(include_url=False)
+    place = ".".join(str(part) for part in problems[0]["loc"]) or "document"
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{place}: {problems[0]['msg']}{more}"

@@ -1,0 +1,172 @@
+"""``tqtool convert``: fold (or not), round to nearest (or not), write.
+
+The default settings give the bytes of ``mlx_lm.convert`` with the same bits and group: every Linear and the
+embedding packed alike, everything else cast to the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tqtool.artifact.reload import compare_modules, reload_stock
+from tqtool.errors import ArtifactError, UserError
+from tqtool.formats.dtypes import DType
+from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
+from tqtool.pipeline.rules import Choices, Dense, Packed, Rule, Setting, resolve
+from tqtool.source.checkpoint import Checkpoint, open_checkpoint
+from tqtool.transform.plan import OutputTensor, Role, TransformPlan, plan_identity, plan_rotation
+
+CheckDepth = Literal["load", "forward", "none"]
+LOW_HEAD_BITS = 4
+
+_DTYPES = {"bfloat16": DType.BF16, "float16": DType.F16, "float32": DType.F32}
+_SHORT = {DType.BF16: "bf16", DType.F16: "f16", DType.F32: "f32"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertRequest:
+    """Everything the user asked for.
+
+    Attributes:
+        source: Folder or hub id.
+        out: Folder to create.
+        revision: Of a hub id.
+        packing: Setting of all modules, or None for a dense model.
+        rules: Per-module exceptions.
+        dtype: Dtype of dense tensors and affine scales; None means what the source declares.
+        rotation_seed: None means no rotation.
+        overwrite: Replace an existing artifact of tqtool.
+    """
+
+    source: str
+    out: Path
+    revision: str | None = None
+    packing: Packed | None = None
+    rules: tuple[Rule, ...] = ()
+    dtype: DType | None = None
+    rotation_seed: int | None = None
+    overwrite: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """What the manifest records: all that decides bytes, no paths."""
+        packing = self.packing
+        return {
+            "verb": "convert",
+            "packing": None
+            if packing is None
+            else {"bits": packing.bits, "group_size": packing.group_size, "mode": packing.mode},
+            "rules": [rule.text for rule in self.rules],
+            "dtype": None if self.dtype is None else _SHORT[self.dtype],
+            "rotation_seed": self.rotation_seed,
+        }
+
+
+def parse_check(text: str) -> CheckDepth:
+    """``forward``, ``load`` or ``none``."""
+    known: dict[str, CheckDepth] = {"forward": "forward", "load": "load", "none": "none"}
+    if text not in known:
+        raise UserError(f"--check {text!r} is unknown", hint=f"one of {', '.join(known)}")
+    return known[text]
+
+
+def plan_convert(request: ConvertRequest) -> Job:
+    """Open the source and resolve the whole job; no tensor is read."""
+    checkpoint = open_checkpoint(request.source, revision=request.revision)
+    transform = plan_transform(checkpoint, rotation_seed=request.rotation_seed)
+    default: Setting = request.packing or Dense()
+    target = StoredDtype(checkpoint, request.dtype)
+    choices = resolve(transform.outputs, default=default, rules=request.rules, dtype_of=target.of)
+    extras = JobExtras(
+        notes=choices.notes,
+        plan_notes=(*target.notes(), *head_notes(transform, choices)),
+        default_entry=None if request.packing is None else packed_entry(request.packing),
+        dtype=request.dtype,
+        request=request.to_json(),
+        tags=_tags(request),
+        overwrite=request.overwrite,
+    )
+    return plan_job(checkpoint, transform, choices.choose, out=request.out, extras=extras)
+
+
+def check_artifact(job: Job, folder: Path, depth: CheckDepth) -> None:
+    """Reload ``folder`` in stock mlx-lm and compare every module with the plan.
+
+    Raises:
+        ArtifactError: it does not load, differs from the plan, or one forward is not finite.
+    """
+    if depth == "none":
+        return
+    report = reload_stock(folder, depth=depth)
+    problems = compare_modules(report, module_entries(job.works))
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ArtifactError(f"stock mlx-lm loads another model than planned: {problems[0]}{more}")
+
+
+def plan_transform(checkpoint: Checkpoint, *, rotation_seed: int | None) -> TransformPlan:
+    """The identity, or the family's rotation with ``rotation_seed``."""
+    if rotation_seed is None:
+        return plan_identity(checkpoint.shapes(), checkpoint.config)
+    return plan_rotation(checkpoint.shapes(), checkpoint.config, seed=rotation_seed)
+
+
+def packed_entry(packed: Packed) -> dict[str, Any]:
+    """``packed`` as mlx-lm's config says it."""
+    return {"group_size": packed.group_size, "bits": packed.bits, "mode": packed.mode}
+
+
+class StoredDtype:
+    """Dtype of every dense tensor: the request's, else the config's ``torch_dtype`` (as mlx-lm), else the source's."""
+
+    def __init__(self, checkpoint: Checkpoint, requested: DType | None) -> None:
+        self._checkpoint = checkpoint
+        self._whole = requested or _declared(checkpoint.config)
+
+    def of(self, output: OutputTensor) -> DType:
+        """Dtype of ``output``; integers keep theirs, float64 becomes float32 (MLX has none on the GPU)."""
+        own = self._checkpoint.tensors[output.source].dtype
+        if not own.is_float:
+            return own
+        if self._whole is not None:
+            return self._whole
+        return DType.F32 if own is DType.F64 else own
+
+    def notes(self) -> tuple[str, ...]:
+        """Casts the source's dtypes do not suggest."""
+        found = {ref.dtype for ref in self._checkpoint.tensors.values() if ref.dtype.is_float}
+        if self._whole is not None and found - {self._whole}:
+            names = ", ".join(sorted(dtype.value for dtype in found - {self._whole}))
+            return (f"dense values and scales stored as {_SHORT[self._whole]}; the source also holds {names}",)
+        return ("float64 tensors stored as f32",) if DType.F64 in found else ()
+
+
+def head_notes(transform: TransformPlan, choices: Choices) -> tuple[str, ...]:
+    """A line when what produces the logits is packed at low bits, as stock does without saying so."""
+    tables = {output.role: output for output in transform.outputs if output.role in (Role.EMBEDDING, Role.HEAD)}
+    head = tables.get(Role.HEAD) or tables.get(Role.EMBEDDING)
+    if head is None:
+        return ()
+    entry = choices.choose(head).config_entry()
+    if not isinstance(entry, dict) or entry["bits"] > LOW_HEAD_BITS:
+        return ()
+    what = "lm_head" if head.role is Role.HEAD else "the tied embedding, which is also the head,"
+    return (
+        f"{what} is packed at {entry['bits']} bits like every other module (as mlx_lm.convert does); "
+        f"--rule '{head.module}=bits:8' usually pays for itself",
+    )
+
+
+def _declared(config: Mapping[str, Any]) -> DType | None:
+    """mlx-lm's lookup: ``torch_dtype``, then ``text_config.dtype``; a top-level ``dtype`` changes nothing there."""
+    text = config.get("text_config")
+    name = config.get("torch_dtype") or (text.get("dtype") if isinstance(text, Mapping) else None)
+    return _DTYPES.get(name) if isinstance(name, str) else None
+
+
+def _tags(request: ConvertRequest) -> tuple[str, ...]:
+    packing = request.packing
+    tags = [] if packing is None else [f"{packing.bits}-bit"]
+    return tuple(tags + (["rotated"] if request.rotation_seed is not None else []))

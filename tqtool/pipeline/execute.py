@@ -1,0 +1,114 @@
+"""Carry out a planned job: read, check, fold, quantize, write, one tensor at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+from tqtool.artifact.card import CARD_NAME
+from tqtool.artifact.config import encode_config
+from tqtool.artifact.stop_tokens import generation_config_bytes
+from tqtool.artifact.writer import ArtifactWriter
+from tqtool.errors import ArtifactError
+from tqtool.formats.dtypes import dtype_of
+from tqtool.formats.manifest import MANIFEST_NAME, Manifest, TensorRecord, encode
+from tqtool.pipeline.plan import Work
+from tqtool.pipeline.provenance import (
+    OPTIQ_NAME,
+    build_manifest,
+    card,
+    optiq_metadata,
+    tensor_record,
+    transform_records,
+)
+from tqtool.solve.quantizer import QuantResult, takes_source_dtype
+from tqtool.source.checkpoint import Checkpoint
+from tqtool.source.checks import require_finite
+from tqtool.transform.apply import apply_folds
+
+if TYPE_CHECKING:
+    from tqtool.pipeline.job import Job
+
+Progress = Callable[[float, str], None]
+Check = Callable[[Path], None]
+
+
+class SourceReader:
+    """Reads source tensors whole, refuses non-finite ones, and remembers the hash of each."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.sha256: dict[str, str] = {}
+
+    def read(self, name: str) -> NDArray[Any]:
+        """The tensor ``name`` in its stored dtype."""
+        array = self._checkpoint.tensors[name].read()
+        if name not in self.sha256:
+            require_finite(name, array)
+            self.sha256[name] = hashlib.sha256(array.reshape(-1).view("u1").data).hexdigest()
+        return array
+
+
+def execute(job: Job, progress: Progress, check: Check | None) -> Manifest:
+    """Write the artifact of ``job`` and return its manifest; see ``Job.run``."""
+    planned = [stored for work in job.works for stored in work.stored]
+    parameters = job.plan.totals.parameters
+    reader = SourceReader(job.checkpoint)
+    records: list[TensorRecord] = []
+    with ArtifactWriter(job.out, planned, total_parameters=parameters, overwrite=job.extras.overwrite) as writer:
+        for work in job.works:
+            result = quantize(work, reader)
+            for name, array in result.tensors.items():
+                writer.write(name, array)
+            notes = (*job.extras.notes.get(work.output.name, ()), *result.notes)
+            records.append(tensor_record(work, result, notes, reader.sha256[work.output.source], writer))
+            progress(work.parameters, work.output.name)
+        manifest = _write_companions(job, writer, reader, records)
+        if check is not None:
+            check(writer.folder)
+        writer.commit()
+    return manifest
+
+
+def quantize(work: Work, reader: SourceReader) -> QuantResult:
+    """Fold and quantize one tensor; ArtifactError when the quantizer breaks its promise."""
+    output = work.output
+    if output.ops or not takes_source_dtype(work.quantizer):
+        weight = apply_folds(output, reader.read)
+        if output.source not in reader.sha256:
+            reader.read(output.source)  # a fill reads nothing, but provenance and finiteness cover every source
+    else:
+        weight = reader.read(output.source)
+    result = work.quantizer.run(output.name, weight)
+    found = [(name, dtype_of(array), tuple(array.shape)) for name, array in result.tensors.items()]
+    promised = [(stored.name, stored.dtype, stored.shape) for stored in work.stored]
+    if found != promised:
+        raise ArtifactError(f"{output.name}: {work.quantizer.label} promised {promised}, returned {found}")
+    return result
+
+
+def _write_companions(job: Job, writer: ArtifactWriter, reader: SourceReader, records: list[TensorRecord]) -> Manifest:
+    """Everything that is not a shard, the manifest last."""
+    transforms = transform_records(job.checkpoint, job.transform)
+    writer.add_index()
+    writer.add_bytes("config.json", encode_config(job.config))
+    writer.add_bytes(OPTIQ_NAME, optiq_metadata(transforms, job))
+    writer.add_bytes(CARD_NAME, card(job, transforms))
+    generation = generation_config_bytes(job.checkpoint.files, job.stop_tokens)
+    if generation is not None:
+        writer.add_bytes("generation_config.json", generation)
+    for relpath, content in sorted(job.extras.files.items()):
+        if isinstance(content, bytes):
+            writer.add_bytes(relpath, content)
+        else:
+            writer.copy_file(relpath, content)
+    for path in job.checkpoint.files:
+        if path.name not in writer.files:
+            writer.copy_file(path.name, path)
+    manifest = build_manifest(job, records=records, transforms=transforms, source_sha256=reader.sha256, writer=writer)
+    writer.add_bytes(MANIFEST_NAME, encode(manifest))
+    return manifest

@@ -1,0 +1,201 @@
+"""What a finished job says about itself: the manifest, ``optiq_metadata.json`` and the model card."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqtool.artifact.card import CARD_NAME, CardFacts, render_card
+from tqtool.artifact.writer import ArtifactWriter, shard_of
+from tqtool.formats.manifest import (
+    FileRecord,
+    Manifest,
+    SourceRecord,
+    StoredRecord,
+    TensorRecord,
+    Totals,
+    TransformRecord,
+)
+from tqtool.pipeline.plan import JobTotals, Work
+from tqtool.solve.quantizer import QuantResult
+from tqtool.source.checkpoint import Checkpoint
+from tqtool.transform.plan import TransformPlan
+
+if TYPE_CHECKING:
+    from tqtool.pipeline.job import Job
+
+OPTIQ_NAME = "optiq_metadata.json"
+_TOOLS = ("tqtool", "mlx", "numpy", "ml-dtypes")
+
+
+def transform_records(checkpoint: Checkpoint, transform: TransformPlan) -> list[TransformRecord]:
+    """Transforms folded into the tensors: those the source already carried, then this job's."""
+    records = [
+        TransformRecord(id=entry["id"], seed=entry.get("seed"), deviations=list(entry.get("deviations", ())))
+        for entry in _carried(checkpoint.path / OPTIQ_NAME)
+    ]
+    if transform.id != "identity":
+        deviations = list(transform.deviations)
+        records.append(TransformRecord(id=transform.id, seed=transform.seed, deviations=deviations))
+    return records
+
+
+def optiq_metadata(records: Sequence[TransformRecord], job: Job) -> bytes:
+    """The cross-tool note: which transforms the weights carry, and the bits of each module."""
+    transforms = [
+        {
+            "id": record.id,
+            "family": record.id.partition(".")[2] or record.id,
+            "seed": record.seed,
+            "deviations": record.deviations,
+        }
+        for record in records
+    ]
+    per_layer = {
+        work.output.module: {"bits": entry["bits"], "group_size": entry["group_size"]}
+        for work in job.works
+        if work.output.module is not None and isinstance(entry := work.quantizer.config_entry(), dict)
+    }
+    body = {
+        "method": f"tqtool {job.kind}",
+        "base_model": _base_model(job.checkpoint),
+        "achieved_bpw": round(job.plan.totals.bits_per_weight, 4),
+        "weight_transforms": transforms,
+        "per_layer": per_layer,
+    }
+    return _json(body)
+
+
+def tensor_record(
+    work: Work, result: QuantResult, notes: tuple[str, ...], source_sha256: str, writer: ArtifactWriter
+) -> TensorRecord:
+    """The manifest row of one written tensor."""
+    places = shard_of(writer.shards)
+    return TensorRecord(
+        name=work.output.name,
+        module=work.output.module,
+        role=work.output.role.value,
+        source=work.output.source,
+        source_sha256=source_sha256,
+        folds=[str(op) for op in work.output.ops],
+        quantizer=work.quantizer.label,
+        shape=list(work.output.shape),
+        parameters=work.parameters,
+        stored=[
+            StoredRecord(
+                name=stored.name,
+                dtype=stored.dtype.value,
+                shape=list(stored.shape),
+                file=places[stored.name],
+                size_bytes=stored.nbytes,
+                sha256=writer.tensor_sha256[stored.name],
+            )
+            for stored in work.stored
+        ],
+        notes=list(notes),
+        stats={key: float(value) for key, value in result.stats.items()},
+    )
+
+
+def build_manifest(
+    job: Job,
+    *,
+    records: Sequence[TensorRecord],
+    transforms: Sequence[TransformRecord],
+    source_sha256: Mapping[str, str],
+    writer: ArtifactWriter,
+) -> Manifest:
+    """The manifest of everything ``writer`` holds."""
+    return Manifest(
+        kind=job.kind,
+        source=SourceRecord(
+            kind=job.checkpoint.origin.kind,
+            location=source_name(job.checkpoint),
+            revision=job.checkpoint.origin.revision,
+            content_sha256=_content_hash(job.checkpoint, source_sha256),
+        ),
+        transforms=list(transforms),
+        request=dict(job.extras.request),
+        tools=tool_versions(),
+        tensors=list(records),
+        totals=_totals(job.plan.totals),
+        files={
+            name: FileRecord(size_bytes=record.size_bytes, sha256=record.sha256)
+            for name, record in sorted(writer.files.items())
+        },
+        notes=list(job.plan.notes),
+    )
+
+
+def card(job: Job, transforms: Sequence[TransformRecord]) -> bytes:
+    """The model card."""
+    totals = job.plan.totals
+    facts = {
+        "source": source_name(job.checkpoint) + (f" at {rev}" if (rev := job.checkpoint.origin.revision) else ""),
+        "format": job.kind,
+        "bits per weight": f"{totals.bits_per_weight:.3f} (codes alone {totals.code_bits_per_weight:.3f})",
+        "tensor bytes": f"{totals.tensor_bytes:,}",
+        "transforms": ", ".join(f"{record.id} seed {record.seed}" for record in transforms) or "none",
+        "made with": f"tqtool {importlib.metadata.version('tqtool')}",
+    }
+    return render_card(
+        CardFacts(
+            title=job.out.name,
+            base_model=_base_model(job.checkpoint),
+            source_card=job.checkpoint.path / CARD_NAME,
+            facts=facts,
+            is_quantized=job.kind != "float",
+            is_stock=job.extras.is_stock,
+            tags=job.extras.tags,
+            notes=job.plan.notes,
+        )
+    )
+
+
+def source_name(checkpoint: Checkpoint) -> str:
+    """The hub id, or the folder's name: an absolute path says nothing to others and must not be published."""
+    origin = checkpoint.origin
+    return origin.location if origin.kind == "hub" else Path(origin.location).name
+
+
+def tool_versions() -> dict[str, str]:
+    """Versions of what decides bytes."""
+    return {name: importlib.metadata.version(name) for name in _TOOLS}
+
+
+def _base_model(checkpoint: Checkpoint) -> str | None:
+    return checkpoint.origin.location if checkpoint.origin.kind == "hub" else None
+
+
+def _carried(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    try:
+        entries = json.loads(path.read_bytes()).get("weight_transforms", [])
+    except (ValueError, AttributeError):
+        return []
+    return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+
+
+def _content_hash(checkpoint: Checkpoint, source_sha256: Mapping[str, str]) -> str:
+    body = {"layout": checkpoint.content_hash(), "tensors": dict(source_sha256)}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _totals(totals: JobTotals) -> Totals:
+    return Totals(
+        parameters=totals.parameters,
+        source_parameters=totals.source_parameters,
+        tensor_bytes=totals.tensor_bytes,
+        bits_per_weight=totals.bits_per_weight,
+        bits_per_source_weight=totals.bits_per_source_weight,
+        code_bits_per_weight=totals.code_bits_per_weight,
+    )
+
+
+def _json(body: dict[str, Any]) -> bytes:
+    return (json.dumps(body, indent=2, ensure_ascii=False) + "\n").encode()
