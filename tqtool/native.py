@@ -39,6 +39,7 @@ def hadamard_transform(
     transpose: bool = False,
     out: NDArray[Float] | None = None,
     threads: int = 0,
+    force: str = "",
 ) -> NDArray[Float]:
     """``(x ⊙ scale) · H_n / √n`` along one axis, in the order of ``mathx.hadamard.reference_transform``.
 
@@ -50,6 +51,7 @@ def hadamard_transform(
         transpose: Use Hᵀ instead of H.
         out: Where to write, ``x`` itself for in place; default: a new array.
         threads: 0 for one per core.
+        force: Instruction set, for tests.
 
     Returns:
         ``out``. Peak extra memory: 64 bytes · (n + 2m) per thread, twice that for float64; never a copy of x.
@@ -69,7 +71,7 @@ def hadamard_transform(
     outer, inner = math.prod(x.shape[:axis]) * (x.shape[axis] // n), math.prod(x.shape[axis + 1 :])
     run = _native.hadamard_f64 if x.dtype == np.float64 else _native.hadamard_f32
     try:
-        run(x, result, outer, n, inner, factor, scale, threads)
+        run(x, result, outer, n, inner, factor, scale, threads, force)
     except (TypeError, ValueError) as error:
         raise BackendError(f"hadamard_transform: {x.dtype} {list(x.shape)}, axis {axis}, n {n}: {error}") from error
     return result

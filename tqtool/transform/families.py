@@ -227,9 +227,7 @@ def _is_tied(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -
     return flag
 
 
-def _parameters(
-    family: Family, geometry: Geometry, config: Mapping[str, Any], *, is_tied: bool
-) -> Iterator[Parameter]:
+def _parameters(family: Family, geometry: Geometry, config: Mapping[str, Any], *, is_tied: bool) -> Iterator[Parameter]:
     table_shape = (geometry.vocab, geometry.hidden)
     yield Parameter(name=EMBEDDING, shape=table_shape, slot=Slot.EMBEDDING)
     for layer in range(geometry.n_layers):
@@ -257,9 +255,7 @@ def _layer_norms(family: Family, geometry: Geometry, layer: int) -> Iterator[Par
         yield Parameter(name=f"model.layers.{layer}.{name}.weight", shape=shape, slot=slot, layer=layer)
 
 
-def _layer_linears(
-    family: Family, geometry: Geometry, config: Mapping[str, Any], layer: int
-) -> Iterator[Parameter]:
+def _layer_linears(family: Family, geometry: Geometry, config: Mapping[str, Any], layer: int) -> Iterator[Parameter]:
     query = geometry.n_heads * geometry.head_dim
     key_value = geometry.n_kv_heads * geometry.head_dim
     attention_bias = family.qkv_bias == "config" and config.get("attention_bias", False)

@@ -29,18 +29,14 @@ DEFAULT_SEED = 42
 R1_LANE = 0  # layer i's R2, when signed, takes lane i + 1
 
 # Where the recipe departs from QuaRot (2404.00456) and SpinQuant (2405.16406); kept with every rotated artifact.
-NO_MEAN_CENTRING = (
-    "no-mean-centring: embedding rows are not centred: with RMSNorm that would change the function"
-)
+NO_MEAN_CENTRING = "no-mean-centring: embedding rows are not centred: with RMSNorm that would change the function"
 NO_R3 = "no-r3: queries and keys are not rotated after RoPE: that serves a quantized KV cache, online"
 NO_R4 = "no-r4: no Hadamard on down_proj's input: its other half would have to run online"
-R2_PER_HEAD = (
-    "r2-per-head: one head_dim rotation per head in v_proj and o_proj; a full-width one needs an online half"
+R2_PER_HEAD = "r2-per-head: one head_dim rotation per head in v_proj and o_proj; a full-width one needs an online half"
+GAIN_KEPT_NEUTRAL = "gain-kept-neutral: each folded norm keeps its module and eps, its gain set to the neutral value"
+FOLD_FLOAT32 = (
+    "fold-float32: folds are computed in float32, not float64: rounding to bfloat16 afterwards is 2^16 times coarser"
 )
-GAIN_KEPT_NEUTRAL = (
-    "gain-kept-neutral: each folded norm keeps its module and eps, its gain set to the neutral value"
-)
-FOLD_FLOAT32 = "fold-float32: folds are computed in float32, not float64: rounding to bfloat16 afterwards is 2^16 times coarser"
 DEVIATIONS = (NO_MEAN_CENTRING, NO_R3, NO_R4, R2_PER_HEAD, GAIN_KEPT_NEUTRAL, FOLD_FLOAT32)
 
 
