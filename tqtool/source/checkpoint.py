@@ -101,8 +101,7 @@ class TensorRef:
                     got = os.preadv(descriptor, [view[done : done + _READ_BYTES]], begin + done)
                     if not got:
                         raise SourceError(
-                            f"{self.path}: ends inside tensor {self.name!r} "
-                            f"(byte {begin + done:,} of {end:,})",
+                            f"{self.path}: ends inside tensor {self.name!r} (byte {begin + done:,} of {end:,})",
                             hint="the file changed while it was being read; run again on a complete copy",
                         )
                     done += got
@@ -157,9 +156,7 @@ class Checkpoint:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def open_checkpoint(
-    path_or_id: str, *, revision: str | None = None, allow_quantized: bool = False
-) -> Checkpoint:
+def open_checkpoint(path_or_id: str, *, revision: str | None = None, allow_quantized: bool = False) -> Checkpoint:
     """Open a local model folder or a hub id and validate everything that can be without reading weights.
 
     Args:
@@ -267,6 +264,4 @@ def _check_index(folder: Path, index: dict[str, str], tensors: Mapping[str, Tens
 
 def _companions(folder: Path) -> tuple[Path, ...]:
     found = {path for glob in COMPANION_GLOBS for path in folder.glob(glob) if path.is_file()}
-    return tuple(
-        sorted(path for path in found if path.name not in _NOT_COMPANIONS and not path.name.startswith("."))
-    )
+    return tuple(sorted(path for path in found if path.name not in _NOT_COMPANIONS and not path.name.startswith(".")))

@@ -51,9 +51,7 @@ def resolve_snapshot(repo: str, *, revision: str | None) -> tuple[Path, str | No
     at = f"{repo}@{revision}" if revision else repo
     try:
         try:
-            folder = snapshot_download(
-                repo, revision=revision, allow_patterns=[*LOADER_PATTERNS, *LICENCE_PATTERNS]
-            )
+            folder = snapshot_download(repo, revision=revision, allow_patterns=[*LOADER_PATTERNS, *LICENCE_PATTERNS])
         except IncompleteSnapshotError:
             folder = snapshot_download(repo, revision=revision, allow_patterns=list(LOADER_PATTERNS))
     except IncompleteSnapshotError as error:

@@ -52,9 +52,7 @@ def _read_index(path: Path) -> dict[str, str]:
         raise SourceError(f"{path}: not a readable JSON file ({error})", hint=_AGAIN) from error
     weight_map = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise SourceError(
-            f"{path}: expected a non-empty object 'weight_map' (tensor name -> file name)", hint=_AGAIN
-        )
+        raise SourceError(f"{path}: expected a non-empty object 'weight_map' (tensor name -> file name)", hint=_AGAIN)
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise SourceError(
@@ -94,16 +92,13 @@ def _check_numbering(folder: Path, on_disk: list[Path]) -> None:
     if len(names) > 1 and SINGLE_NAME in names:
         others = [name for name in names if name != SINGLE_NAME]
         raise SourceError(
-            f"{folder}: {SINGLE_NAME} lies beside {_listing(others)}, and no {INDEX_NAME} says which belong "
-            "together",
+            f"{folder}: {SINGLE_NAME} lies beside {_listing(others)}, and no {INDEX_NAME} says which belong together",
             hint="keep one complete set of weights in the folder",
         )
     numbered = [match for match in map(_NUMBERED.fullmatch, names) if match]
     totals = {int(match[2]) for match in numbered}
     if len(totals) > 1:
-        raise SourceError(
-            f"{folder}: shards of different sets (of {sorted(totals)}): {_listing(names)}", hint=_AGAIN
-        )
+        raise SourceError(f"{folder}: shards of different sets (of {sorted(totals)}): {_listing(names)}", hint=_AGAIN)
     if totals:
         have = {int(match[1]) for match in numbered}
         missing = sorted(set(range(1, totals.pop() + 1)) - have)
