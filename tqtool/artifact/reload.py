@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tqtool.errors import ArtifactError, BackendError
+from tqtool.errors import ArtifactError, BackendError, UserError
 from tqtool.solve.quantizer import ConfigEntry
 
-Depth = Literal["load", "forward"]
+Depth = Literal["load", "forward", "none"]
 _IMPORT_FAILED = 70
 _PROBE_TOKENS = (1, 2, 3, 5, 8, 13)
 
@@ -45,6 +45,14 @@ class ReloadReport:
     modules: Mapping[str, LoadedModule]
     n_logits: int
     mlx_lm_version: str
+
+
+def parse_depth(text: str) -> Depth:
+    """``forward``, ``load`` or ``none``, as ``--check`` takes it."""
+    known: dict[str, Depth] = {"forward": "forward", "load": "load", "none": "none"}
+    if text not in known:
+        raise UserError(f"--check {text!r} is unknown", hint=f"one of {', '.join(known)}")
+    return known[text]
 
 
 def reload_stock(folder: Path, *, depth: Depth, trust_remote_code: bool = False) -> ReloadReport:

@@ -51,12 +51,13 @@ def convert(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Parse, plan, run, render."""
+    from tqtool.artifact.reload import parse_depth
     from tqtool.cli.render import emit_json, emit_line, note, progress
     from tqtool.errors import UserError
-    from tqtool.pipeline.convert import ConvertRequest, check_artifact, parse_check, plan_convert
+    from tqtool.pipeline.convert import ConvertRequest, check_artifact, plan_convert
     from tqtool.pipeline.rules import packed_setting, parse_dtype, parse_rule
 
-    depth = parse_check(check)
+    depth = parse_depth(check)
     if rotation_seed is not None and not rotate:
         raise UserError("--rotation-seed without --rotate-weights does nothing", hint="add --rotate-weights")
     packing = None

@@ -77,7 +77,8 @@ def unpack(words: NDArray[np.uint32], bits: int) -> NDArray[np.uint8]:
     planes = np.unpackbits(bytes_, axis=-1, bitorder="little")
     planes = planes.reshape(*words.shape[:-1], -1, bits)
     weights = (1 << np.arange(bits)).astype(np.uint8)
-    return (planes * weights).sum(axis=-1, dtype=np.uint8)
+    codes: NDArray[np.uint8] = (planes * weights).sum(axis=-1, dtype=np.uint8)
+    return codes
 
 
 def dequantize(
@@ -106,7 +107,8 @@ def dequantize(
 def _fp_scales(codes: NDArray[np.uint8], mode: Mode) -> NDArray[np.float32]:
     if mode == "nvfp4":
         return _float8(codes)
-    return np.ldexp(np.float32(1), codes.astype(np.int32) - E8M0_BIAS).astype(np.float32)
+    scales: NDArray[np.float32] = np.ldexp(np.float32(1), codes.astype(np.int32) - E8M0_BIAS)
+    return scales
 
 
 def _float8(codes: NDArray[np.uint8]) -> NDArray[np.float32]:

@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from tqtool.artifact.reload import compare_modules, reload_stock
-from tqtool.errors import ArtifactError, UserError
+from tqtool.artifact.reload import Depth, compare_modules, reload_stock
+from tqtool.errors import ArtifactError
 from tqtool.formats.dtypes import DType
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
 from tqtool.pipeline.rules import Choices, Dense, Packed, Rule, Setting, resolve
 from tqtool.source.checkpoint import Checkpoint, open_checkpoint
 from tqtool.transform.plan import OutputTensor, Role, TransformPlan, plan_identity, plan_rotation
 
-CheckDepth = Literal["load", "forward", "none"]
 LOW_HEAD_BITS = 4
 
 _DTYPES = {"bfloat16": DType.BF16, "float16": DType.F16, "float32": DType.F32}
@@ -64,14 +63,6 @@ class ConvertRequest:
         }
 
 
-def parse_check(text: str) -> CheckDepth:
-    """``forward``, ``load`` or ``none``."""
-    known: dict[str, CheckDepth] = {"forward": "forward", "load": "load", "none": "none"}
-    if text not in known:
-        raise UserError(f"--check {text!r} is unknown", hint=f"one of {', '.join(known)}")
-    return known[text]
-
-
 def plan_convert(request: ConvertRequest) -> Job:
     """Open the source and resolve the whole job; no tensor is read."""
     checkpoint = open_checkpoint(request.source, revision=request.revision)
@@ -91,7 +82,7 @@ def plan_convert(request: ConvertRequest) -> Job:
     return plan_job(checkpoint, transform, choices.choose, out=request.out, extras=extras)
 
 
-def check_artifact(job: Job, folder: Path, depth: CheckDepth) -> None:
+def check_artifact(job: Job, folder: Path, depth: Depth) -> None:
     """Reload ``folder`` in stock mlx-lm and compare every module with the plan.
 
     Raises:

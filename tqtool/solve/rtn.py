@@ -154,8 +154,5 @@ def _collect(stored: list[NDArray[Any]], start: int, parts: list[mx.array]) -> N
     import mlx.core as mx
 
     for target, part in zip(stored, parts, strict=True):
-        if part.dtype == mx.bfloat16:
-            values = np.asarray(part.view(mx.uint16)).view(target.dtype)
-        else:
-            values = np.asarray(part)
-        target[start : start + values.shape[0]] = values
+        values = np.asarray(part.view(mx.uint16) if part.dtype == mx.bfloat16 else part)
+        target[start : start + values.shape[0]] = values.view(target.dtype)

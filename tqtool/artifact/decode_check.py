@@ -1,0 +1,97 @@
+"""Decode sampled rows and blocks: values must be finite, and MLX must read the words as docs/formats says.
+
+One function per packed format; a new format adds its own and one line in ``decode_problems``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tqtool.artifact.reader import Artifact, affine_spec
+from tqtool.errors import ArtifactError
+from tqtool.formats import affine, trellis
+from tqtool.mathx import codes
+from tqtool.solve.quantizer import ConfigEntry
+
+SAMPLED_ROWS = 3
+SAMPLED_BLOCKS = 32
+
+
+def decode_problems(artifact: Artifact, entries: Mapping[str, ConfigEntry]) -> tuple[int, list[str]]:
+    """Number of modules sampled, and what was wrong."""
+    problems: list[str] = []
+    specs = trellis.specs_from_config(dict(artifact.config))
+    for module, entry in entries.items():
+        if module in specs:
+            problems += _trellis_problems(artifact, module, specs[module])
+        elif isinstance(entry, dict):
+            problems += _affine_problems(artifact, module, affine_spec(module, entry))
+        else:
+            problems += _dense_problems(artifact, f"{module}.weight")
+    return len(entries), problems
+
+
+def _affine_problems(artifact: Artifact, module: str, spec: affine.AffineSpec) -> list[str]:
+    """Our bit-by-bit decoder and ``mx.dequantize`` must agree exactly, both in float32."""
+    import mlx.core as mx
+
+    n_rows = artifact.tensors[f"{module}.weight"].shape[0]
+    problems = []
+    for row in _spread(n_rows, SAMPLED_ROWS):
+        words = artifact.read_rows(f"{module}.weight", row, row + 1)
+        scales = artifact.read_rows(f"{module}.scales", row, row + 1)
+        biases = artifact.read_rows(f"{module}.biases", row, row + 1) if spec.mode == "affine" else None
+        if spec.mode == "affine" and biases is not None:
+            scales, biases = scales.astype(np.float32), biases.astype(np.float32)
+        ours = affine.dequantize(words, scales, biases, spec)
+        if not np.isfinite(ours).all():
+            problems.append(f"{module}: row {row} decodes to values that are not finite")
+            continue
+        theirs = mx.dequantize(
+            mx.array(words),
+            mx.array(scales),
+            None if biases is None else mx.array(biases),
+            group_size=spec.group_size,
+            bits=spec.bits,
+            mode=spec.mode,
+            dtype=mx.float32,
+            stream=mx.cpu,
+        )
+        if not np.array_equal(ours, np.asarray(theirs)):
+            worst = float(np.abs(ours - np.asarray(theirs)).max())
+            problems.append(f"{module}: row {row}: mx.dequantize differs from the format by {worst:.3g}")
+    return problems
+
+
+def _trellis_problems(artifact: Artifact, module: str, spec: trellis.TrellisSpec) -> list[str]:
+    """Sampled blocks must be closed paths of the trellis, scales finite, values finite."""
+    scales = artifact.read(f"{module}.scales")
+    if not np.isfinite(scales.astype(np.float32)).all():
+        return [f"{module}.scales: holds values that are not finite"]
+    words = artifact.read(f"{module}.weight").reshape(-1, spec.words_per_block)
+    blocks = words[np.fromiter(_spread(len(words), SAMPLED_BLOCKS), np.int64)]
+    states = trellis.unpack(blocks, spec.k, spec.window)
+    try:
+        trellis.check_closed(states, spec.k, spec.window)
+    except ArtifactError as error:
+        return [f"{module}: {error.message}"]
+    if not np.isfinite(codes.values(spec.code, spec.window)[states]).all():
+        return [f"{module}: a sampled block decodes to values that are not finite"]
+    return []
+
+
+def _dense_problems(artifact: Artifact, name: str) -> list[str]:
+    n_rows = artifact.tensors[name].shape[0]
+    for row in _spread(n_rows, SAMPLED_ROWS):
+        if not np.isfinite(artifact.read_rows(name, row, row + 1).astype(np.float32)).all():
+            return [f"{name}: row {row} holds values that are not finite"]
+    return []
+
+
+def _spread(count: int, limit: int) -> list[int]:
+    """Up to ``limit`` indices below ``count``, first and last among them."""
+    if count <= limit:
+        return list(range(count))
+    return [index * (count - 1) // (limit - 1) for index in range(limit)]

@@ -1,0 +1,116 @@
+"""Open an artifact: config, manifest, headers of its shards; tensors are read when asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from tqtool.errors import ArtifactError, SourceError
+from tqtool.formats.affine import AffineSpec
+from tqtool.formats.manifest import MANIFEST_NAME, Manifest, parse
+from tqtool.formats.safetensors import Header, read_header
+from tqtool.source.checkpoint import TensorRef
+
+SHARD_GLOB = "model*.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artifact:
+    """An opened artifact. ``tensors`` holds every tensor of every shard on disk."""
+
+    path: Path
+    config: Mapping[str, Any]
+    manifest: Manifest
+    shards: Mapping[str, Header]
+    tensors: Mapping[str, TensorRef]
+
+    def read(self, name: str) -> NDArray[Any]:
+        """The tensor ``name``."""
+        try:
+            return self.tensors[name].read()
+        except SourceError as error:
+            raise ArtifactError(error.message, hint=error.hint) from error
+
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Rows ``start:stop`` of the tensor ``name``."""
+        try:
+            return self.tensors[name].read_rows(start, stop)
+        except SourceError as error:
+            raise ArtifactError(error.message, hint=error.hint) from error
+
+
+def open_artifact(path: Path) -> Artifact:
+    """Open the artifact in ``path``.
+
+    Raises:
+        ArtifactError: no such folder, no manifest, or a file that cannot be parsed.
+    """
+    shards = read_shards(path)
+    tensors = {name: ref for header in shards.values() for name, ref in _refs(header).items()}
+    return Artifact(path=path, config=read_config(path), manifest=read_manifest(path), shards=shards, tensors=tensors)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the artifact in ``path``."""
+    if not path.is_dir():
+        raise ArtifactError(f"{path}: no such folder")
+    file = path / MANIFEST_NAME
+    if not file.is_file():
+        raise ArtifactError(
+            f"{path}: has no {MANIFEST_NAME}, so there is nothing to hold it against",
+            hint="verify needs an artifact written by tqtool, copied with its tqtool/ folder",
+        )
+    return parse(file.read_bytes(), str(file))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """``config.json`` as an object."""
+    return read_object(path / "config.json")
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """A JSON object from ``file``."""
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError as error:
+        raise ArtifactError(f"{file}: is missing") from error
+    except ValueError as error:
+        raise ArtifactError(f"{file}: is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{file}: holds {type(value).__name__}, expected an object")
+    return value
+
+
+def read_shards(path: Path) -> dict[str, Header]:
+    """The validated header of every file a loader would pick up, by file name."""
+    headers = {}
+    for file in sorted(path.glob(SHARD_GLOB)):
+        try:
+            headers[file.name] = read_header(file)
+        except SourceError as error:
+            raise ArtifactError(error.message, hint="restore the file from another copy") from error
+    return headers
+
+
+def affine_spec(module: str, entry: Mapping[str, Any]) -> AffineSpec:
+    """The packing that a ``quantization`` entry of config.json states."""
+    if set(entry) != {"bits", "group_size", "mode"}:
+        raise ArtifactError(
+            f"config.json: quantization of {module}: expected bits, group_size and mode, found {sorted(entry)}"
+        )
+    try:
+        return AffineSpec(bits=entry["bits"], group_size=entry["group_size"], mode=entry["mode"])
+    except (ValueError, TypeError) as error:
+        raise ArtifactError(f"config.json: quantization of {module}: {error}") from error
+
+
+def _refs(header: Header) -> dict[str, TensorRef]:
+    return {
+        name: TensorRef(name=name, dtype=info.dtype, shape=info.shape, path=header.path, begin=info.begin, end=info.end)
+        for name, info in header.tensors.items()
+    }
