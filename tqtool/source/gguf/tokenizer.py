@@ -180,9 +180,8 @@ def _byte_level_bpe(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=split.words is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
-    for index in vocabulary.ids_of(TokenKind.CONTROL, TokenKind.USER_DEFINED):
-        special = vocabulary.kinds[index] == TokenKind.CONTROL
-        _add(file, tokenizer, vocabulary, index, AddedToken(vocabulary.texts[index], special=special, normalized=False))
+    added = vocabulary.ids_of(TokenKind.CONTROL, TokenKind.USER_DEFINED)
+    _add_tokens(file, tokenizer, vocabulary, added, normalized=False)
     _frame(file, tokenizer, vocabulary, bos=split.starts_with_bos)
     return tokenizer
 
@@ -212,11 +211,9 @@ def _sentencepiece_bpe(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
         undo.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(rewrite)
     tokenizer.decoder = decoders.Sequence(undo)
-    for index in vocabulary.ids_of(TokenKind.UNKNOWN, TokenKind.CONTROL, TokenKind.USER_DEFINED):
-        special = vocabulary.kinds[index] != TokenKind.USER_DEFINED
-        # User-defined pieces contain the mark ("▁▁"), so they are looked for after the spaces were rewritten.
-        added = AddedToken(vocabulary.texts[index], special=special, normalized=not special)
-        _add(file, tokenizer, vocabulary, index, added)
+    added = vocabulary.ids_of(TokenKind.UNKNOWN, TokenKind.CONTROL, TokenKind.USER_DEFINED)
+    # User-defined pieces contain the mark ("▁▁"), so they are looked for after the spaces were rewritten.
+    _add_tokens(file, tokenizer, vocabulary, added, normalized=True)
     _frame(file, tokenizer, vocabulary, bos=True)
     return tokenizer
 
@@ -259,11 +256,19 @@ def _checked_merges(file: GgufFile, vocabulary: Vocabulary) -> list[tuple[str, s
     return list(vocabulary.merges)
 
 
-def _add(file: GgufFile, tokenizer: Tokenizer, vocabulary: Vocabulary, index: int, token: AddedToken) -> None:
-    (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
-    found = tokenizer.token_to_id(vocabulary.texts[index])
-    if found != index:
-        raise SourceError(f"{file.path}: token {vocabulary.texts[index]!r} has id {index}, rebuilt as {found}")
+def _add_tokens(
+    file: GgufFile, tokenizer: Tokenizer, vocabulary: Vocabulary, ids: list[int], *, normalized: bool
+) -> None:
+    """Mark ``ids`` as tokens never cut: special unless user-defined; ``normalized`` is for the user-defined ones."""
+    user = [index for index in ids if vocabulary.kinds[index] == TokenKind.USER_DEFINED]
+    special = [index for index in ids if vocabulary.kinds[index] != TokenKind.USER_DEFINED]
+    # One call each: every call rebuilds the matcher over all of them (Gemma has 6249).
+    tokenizer.add_special_tokens([AddedToken(vocabulary.texts[index], normalized=False) for index in special])
+    tokenizer.add_tokens([AddedToken(vocabulary.texts[index], normalized=normalized) for index in user])
+    for index in ids:
+        found = tokenizer.token_to_id(vocabulary.texts[index])
+        if found != index:
+            raise SourceError(f"{file.path}: token {vocabulary.texts[index]!r} has id {index}, rebuilt as {found}")
 
 
 def _frame(file: GgufFile, tokenizer: Tokenizer, vocabulary: Vocabulary, *, bos: bool) -> None:
