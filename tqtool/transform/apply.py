@@ -77,7 +77,7 @@ def _fold(op: Op, weight: NDArray[Any], read: Read) -> None:
 
 
 def _rotate(weight: NDArray[Any], rotation: Rotation, *, axis: int, block: int) -> None:
-    """``v ← v @ R`` for every block of every vector along ``axis``: ``W @ R`` on the last axis, ``Rᵀ @ W`` on axis 0."""
+    """``v ← v @ R`` for each block of each vector along ``axis``: ``W @ R`` on the last axis, ``Rᵀ @ W`` on axis 0."""
     if block != rotation.n or weight.shape[axis] % block:
         raise SourceError(f"rotation of order {rotation.n} does not fit axis {axis} of {list(weight.shape)}")
     signs = None
