@@ -31,7 +31,7 @@ class NativeTrellisLinear(TrellisLinear):
 
     def __init__(self, spec: dict[str, Any], *, bias: bool, codes: mx.array | None):
         super().__init__(spec, bias=bias, codes=codes)
-        self.native_spec = TrellisSpec.from_config("", spec)
+        self.native_spec = TrellisSpec(**spec)
         self._views: tuple[NDArray[np.uint32], NDArray[np.float16]] | None = None
 
     def __call__(self, x: mx.array) -> mx.array:

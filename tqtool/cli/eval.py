@@ -1,0 +1,123 @@
+"""``tqtool eval kl`` and ``tqtool eval ppl``: score any artifact or mlx-lm model."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from tqtool.cli.render import emit_json, emit_table, progress
+
+if TYPE_CHECKING:
+    from tqtool.evals.estimate import Estimate
+    from tqtool.runtime.load import LoadedModel
+
+
+class Compute(StrEnum):
+    """How quantized layers run while scoring."""
+
+    AUTO = "auto"
+    PACKED = "packed"
+    EXPAND = "expand"
+
+
+MODEL = typer.Argument(..., help="Artifact, model folder or hub id.")
+COMPUTE = typer.Option(Compute.AUTO, "--compute", help="auto: dense on a CPU, packed on a GPU.")
+AS_JSON = typer.Option(False, "--json", help="Print the report as JSON.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs."""
+    group = typer.Typer(help="Score a model: KL to a teacher dump, or perplexity.", no_args_is_help=True)
+    group.command("kl")(kl)
+    group.command("ppl")(ppl)
+    app.add_typer(group, name="eval")
+
+
+def kl(
+    model: str = MODEL,
+    teacher: Path = typer.Option(..., "--teacher", help="Dump made by `tqtool teacher`."),
+    windows: int | None = typer.Option(None, "--windows", "-n", help="Score only the first N windows."),
+    text: Path | None = typer.Option(None, "--text", help="Check that the dump was made from this file."),
+    flips: int = typer.Option(20, "--flips", help="Flips to list, largest margin first; -1 for all."),
+    compute: Compute = COMPUTE,
+    as_json: bool = AS_JSON,
+) -> None:
+    """Mean KL to the teacher with standard errors, top-1 agreement, perplexity, flips with their margins."""
+    from dataclasses import asdict
+
+    from tqtool.evals.kl import check_text, score_kl
+    from tqtool.formats.teacher import open_dump
+
+    dump = open_dump(teacher)
+    if text is not None:
+        check_text(dump, text)
+    loaded = _load(model, compute)
+    with progress("kl", windows or dump.info.windows) as advance:
+        report = score_kl(
+            loaded, dump, lambda done: advance(done, "windows"), windows=windows, keep_flips=flips
+        )
+    if as_json:
+        emit_json(asdict(report))
+        return
+    rows = [
+        ("KL(teacher ‖ model)", f"{_with_error(report.kl, 6)} nats per token"),
+        ("median, p95, p99, max", "  ".join(f"{value:.5f}" for value in report.kl_quantiles)),
+        ("same first token", f"{_with_error(report.top1, 4)}, {report.flip_count} flips"),
+        ("perplexity", f"{report.ppl:.4f} (teacher {report.teacher_ppl:.4f})"),
+        (
+            "outside the top",
+            f"{report.mass_outside_top:.2e} of the teacher, {report.model_mass_outside_top:.2e} here",
+        ),
+        ("scored", f"{report.tokens} tokens, {report.windows} windows, {report.tokens_per_s:.0f} tokens/s"),
+    ]
+    emit_table(("model", report.model), rows)
+
+
+def ppl(
+    model: str = MODEL,
+    text: Path = typer.Option(..., "--text", help="UTF-8 text to score."),
+    windows: int = typer.Option(32, "--windows", "-n", help="Windows, from the start of the text."),
+    context: int = typer.Option(512, "--context", "-c", help="Tokens of a window."),
+    compute: Compute = COMPUTE,
+    as_json: bool = AS_JSON,
+) -> None:
+    """Perplexity on the first windows of a text, with standard errors."""
+    from dataclasses import asdict
+
+    from tqtool.evals.ppl import score_ppl
+
+    loaded = _load(model, compute)
+    with progress("ppl", windows) as advance:
+        report = score_ppl(
+            loaded, text, windows=windows, context=context, tick=lambda done: advance(done, "windows")
+        )
+    if as_json:
+        emit_json(asdict(report))
+        return
+    error = "" if report.ppl_se is None else f" ± {report.ppl_se:.3f}"
+    rows = [
+        ("perplexity", f"{report.ppl:.4f}{error}"),
+        ("NLL", f"{_with_error(report.nll, 5)} nats per token"),
+        ("scored", f"{report.tokens} tokens, {report.windows} windows, {report.tokens_per_s:.0f} tokens/s"),
+    ]
+    emit_table(("model", report.model), rows)
+
+
+def _load(model: str, compute: Compute) -> LoadedModel:
+    from tqtool.runtime.load import load, scoring_compute
+
+    if compute is Compute.AUTO:
+        return load(model, compute=scoring_compute())
+    return load(model, compute="packed" if compute is Compute.PACKED else "expand")
+
+
+def _with_error(value: Estimate, digits: int) -> str:
+    errors = []
+    if value.se_windows is not None:
+        errors.append(f"{value.se_windows:.{digits}f} over windows")
+    if value.se_tokens is not None:
+        errors.append(f"{value.se_tokens:.{digits}f} over tokens")
+    return f"{value.mean:.{digits}f} ± {', '.join(errors)}"

@@ -1,0 +1,75 @@
+"""``tqtool generate``: answer a prompt with any artifact or mlx-lm model."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import typer
+
+from tqtool.cli.render import emit_json, note
+
+
+class Compute(StrEnum):
+    """How quantized layers run."""
+
+    PACKED = "packed"
+    EXPAND = "expand"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command()
+    def generate(
+        model: str = typer.Argument(..., help="Artifact, model folder or hub id."),
+        prompt: str = typer.Option(
+            ..., "--prompt", "-p", help="User message; with --raw the text to continue."
+        ),
+        system: str | None = typer.Option(None, "--system", help="System message."),
+        raw: bool = typer.Option(False, "--raw", help="No chat template."),
+        max_tokens: int = typer.Option(256, "--max-tokens", "-m", help="Upper limit of new tokens."),
+        temp: float = typer.Option(0.0, "--temp", help="Temperature; 0 is greedy."),
+        top_p: float = typer.Option(0.0, "--top-p", help="Nucleus sampling; 0 is off."),
+        seed: int = typer.Option(0, "--seed", help="Seed of the sampler."),
+        compute: Compute = typer.Option(
+            Compute.PACKED, "--compute", help="Keep layers packed, or make them dense."
+        ),
+        as_json: bool = typer.Option(False, "--json", help="Print text and statistics as JSON at the end."),
+        verbose: bool = typer.Option(False, "--verbose", help="Say on stderr what was loaded."),
+    ) -> None:
+        """Answer a prompt: text on stdout as it comes, statistics on stderr."""
+        import sys
+        from dataclasses import asdict
+
+        from tqtool.runtime.generate import GenerateRequest
+        from tqtool.runtime.generate import generate as stream
+        from tqtool.runtime.load import load
+
+        request = GenerateRequest(
+            prompt=prompt,
+            system=system,
+            raw=raw,
+            max_tokens=max_tokens,
+            temperature=temp,
+            top_p=top_p,
+            seed=seed,
+        )
+        loaded = load(model, compute=compute.value)
+        if verbose:
+            report = loaded.report
+            note(f"{report.path}: {report.n_trellis} trellis layers, {report.compute}, {report.dtype}")
+            note(f"BLAS {report.blas.status}: {report.blas.library}")
+        text = ""
+        for piece in stream(loaded, request):
+            text += piece.text
+            if not as_json:
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+        if as_json:
+            emit_json({**asdict(piece), "text": text, "load": asdict(loaded.report)})
+            return
+        sys.stdout.write("\n")
+        note(
+            f"prompt {piece.prompt_tokens} tokens at {piece.prompt_tokens_per_s:.1f}/s, "
+            f"answer {piece.new_tokens} tokens at {piece.new_tokens_per_s:.1f}/s ({piece.finish_reason})"
+        )

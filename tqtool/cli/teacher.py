@@ -1,0 +1,46 @@
+"""``tqtool teacher``: dump what a model says at every position of a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from tqtool.cli.render import emit_json, emit_line, progress
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command()
+    def teacher(
+        model: str = typer.Argument(..., metavar="SRC", help="The reference model: folder or hub id."),
+        out: Path = typer.Argument(..., metavar="OUT", help="File to write (safetensors)."),
+        text: Path = typer.Option(..., "--text", help="UTF-8 text to score."),
+        windows: int = typer.Option(32, "--windows", "-n", help="Windows, from the start of the text."),
+        context: int = typer.Option(512, "--context", "-c", help="Tokens of a window."),
+        top: int = typer.Option(
+            2048, "--top", help="Logits kept per position; the whole vocabulary if smaller."
+        ),
+        force: bool = typer.Option(False, "--force", help="Replace OUT."),
+        as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
+    ) -> None:
+        """Dump a model's highest logits and log-sum-exp at every position of a text, to score others against."""
+        from dataclasses import asdict
+
+        from tqtool.evals.teacher import TeacherRequest, check_target, dump_teacher
+        from tqtool.runtime.load import load, scoring_compute
+
+        request = TeacherRequest(text=text, windows=windows, context=context, top=top, replace=force)
+        check_target(out, request)
+        loaded = load(model, compute=scoring_compute())
+        with progress("teacher", windows) as advance:
+            report = dump_teacher(loaded, out, request, lambda done: advance(done, "windows"))
+        if as_json:
+            emit_json(asdict(report))
+            return
+        emit_line(
+            f"{report.path}: {windows} windows of {context}, top {report.info.top} of {report.info.vocab_size} "
+            f"({100 * report.mass_outside_top:.3g} % of the mass outside), {report.size_bytes / 1e6:.1f} MB, "
+            f"ppl {report.ppl:.3f}"
+        )

@@ -1,0 +1,172 @@
+"""Write a teacher dump: one forward pass per window, one window in memory, the file whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tqtool.errors import ArtifactError, UserError
+from tqtool.evals.logits import gather, top_ids, vocabulary_sums, window_logits
+from tqtool.evals.text import read_windows, tokenizer_hash
+from tqtool.formats.safetensors import build_header
+from tqtool.formats.teacher import TeacherInfo, TeacherWindow
+from tqtool.runtime.load import LoadedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DEFAULT_TOP = 2048
+"""Logits kept per position: 99.8 % of a large model's KL (the design's measurement), 16 kB a token."""
+
+Tick = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherRequest:
+    """What to dump: ``windows`` × ``context`` tokens of ``text``, the ``top`` highest logits of each position."""
+
+    text: Path
+    windows: int
+    context: int
+    top: int = DEFAULT_TOP
+    replace: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherReport:
+    """What was written, and how well the teacher itself predicts the text."""
+
+    path: str
+    info: TeacherInfo
+    size_bytes: int
+    nll: float
+    ppl: float
+    mass_outside_top: float
+
+
+def dump_teacher(source: LoadedModel, out: Path, request: TeacherRequest, tick: Tick) -> TeacherReport:
+    """Write the dump of ``source`` to ``out``; ``tick(1)`` after each window.
+
+    Peak memory beside the model: the logits of two windows and one window of the dump.
+
+    Raises:
+        UserError: bad sizes or text; ``out`` exists and ``request.replace`` is False.
+        NumericalError: logits that are not finite.
+        ArtifactError: writing failed.
+    """
+    check_target(out, request)
+    text = read_windows(source.tokenizer, request.text, windows=request.windows, context=request.context)
+    stream = window_logits(source.model, text.tokens)
+    first = next(stream)
+    info = TeacherInfo(
+        model=str(source.report.path),
+        model_hash=model_hash(source.report.path),
+        dtype=source.report.dtype or "stored",
+        text=request.text.name,
+        text_sha256=text.text_sha256,
+        tokenizer_hash=tokenizer_hash(source.tokenizer),
+        bos=text.bos,
+        vocab_size=first.shape[1],
+        windows=request.windows,
+        context=request.context,
+        top=min(request.top, first.shape[1]),
+        versions={name: importlib.metadata.version(name) for name in ("tqtool", "mlx", "mlx-lm", "numpy")},
+    )
+    nll, outside = [], []
+    with _atomic(out) as file:
+        writer = _DumpFile(file, info)
+        for index, logits in enumerate(_chain(first, stream)):
+            window = summarize(logits, text.tokens[index], info.top)
+            writer.write(index, window)
+            nll.append(float(np.mean(window.log_sum_exp - window.target_logits)))
+            outside.append(float(np.mean(np.exp(window.tail_log_sum_exp - window.log_sum_exp))))
+            tick(1)
+    mean_nll = float(np.mean(nll))
+    return TeacherReport(
+        path=str(out),
+        info=info,
+        size_bytes=out.stat().st_size,
+        nll=mean_nll,
+        ppl=float(np.exp(mean_nll)),
+        mass_outside_top=float(np.mean(outside)),
+    )
+
+
+def check_target(out: Path, request: TeacherRequest) -> None:
+    """Raise UserError for what can be refused before a model is loaded."""
+    if out.exists() and not request.replace:
+        raise UserError(f"{out}: exists already", hint="give another name, or --force to replace it")
+    if request.top < 1:
+        raise UserError(f"--top {request.top}: expected at least 1")
+
+
+def summarize(logits: NDArray[np.float32], tokens: NDArray[np.uint32], top: int) -> TeacherWindow:
+    """What the dump keeps of ``logits`` [C - 1, V] of a window of ``tokens`` [C]."""
+    ids = top_ids(logits, top)
+    sums = vocabulary_sums(logits, ids)
+    return TeacherWindow(
+        tokens=tokens,
+        log_sum_exp=sums.all,
+        tail_log_sum_exp=sums.tail,
+        target_logits=gather(logits, tokens[1:]),
+        top_ids=ids,
+        top_logits=gather(logits, ids),
+    )
+
+
+def model_hash(folder: Path) -> str:
+    """SHA-256 over ``config.json`` and the headers of the weight files: cheap, tells models apart."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("model*.safetensors")):
+        with file.open("rb") as stream:
+            length = stream.read(8)
+            digest.update(file.name.encode() + length + stream.read(int.from_bytes(length, "little")))
+    return digest.hexdigest()
+
+
+class _DumpFile:
+    """Writes windows at their places in a dump."""
+
+    def __init__(self, file: IO[bytes], info: TeacherInfo) -> None:
+        self._file, self._info = file, info
+        header, self._spans = build_header(info.tensors(), info.metadata())
+        file.write(header)
+        file.truncate(max(end for _, end in self._spans.values()))
+
+    def write(self, index: int, window: TeacherWindow) -> None:
+        for name, dtype, _ in self._info.tensors():
+            begin, end = self._spans[name]
+            data = np.ascontiguousarray(getattr(window, name), dtype.numpy)
+            self._file.seek(begin + index * ((end - begin) // self._info.windows))
+            self._file.write(data.data)
+
+
+def _chain(first: NDArray[np.float32], rest: Iterator[NDArray[np.float32]]) -> Iterator[NDArray[np.float32]]:
+    yield first
+    yield from rest
+
+
+@contextmanager
+def _atomic(out: Path) -> Iterator[IO[bytes]]:
+    """A file beside ``out`` that takes its name at the end, or vanishes."""
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(out)
+    except OSError as error:
+        raise ArtifactError(f"{out}: cannot be written ({error.strerror or error})") from error
+    finally:
+        partial.unlink(missing_ok=True)

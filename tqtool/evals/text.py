@@ -1,0 +1,101 @@
+"""Text → windows of tokens, the same for every model that is to be compared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tqtool.errors import UserError
+
+CHARACTERS_PER_TOKEN = 6
+"""First guess of how much text is needed; doubled until there are enough tokens."""
+
+CUT_MARGIN = 64
+"""Tokens thrown away before a cut in the text: further away, the cut cannot have changed them."""
+
+PROBE = "Ümläute, 1234567890 + 3.14e-5\n\n\tdef f(x):  return x  # naïve 北京 🙂  <|im_end|> don't"
+"""Encoded as part of the tokenizer's hash: digits, spaces, tabs, accents, scripts, special tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenWindows:
+    """Consecutive windows from the start of a text.
+
+    Attributes:
+        tokens: uint32 [windows, context].
+        bos: The token that opens each window, None if the tokenizer begins no text with one.
+        text_sha256: Hash of the whole file.
+    """
+
+    tokens: NDArray[np.uint32]
+    bos: int | None
+    text_sha256: str
+
+
+def read_windows(tokenizer: Any, path: Path, *, windows: int, context: int) -> TokenWindows:
+    """The first ``windows`` windows of ``context`` tokens in the UTF-8 file at ``path``.
+
+    If the tokenizer begins texts with a token (Gemma, Llama 3), each window begins with it.
+
+    Raises:
+        UserError: impossible sizes; the file is missing, not UTF-8 or too short.
+    """
+    if windows < 1 or context < 2:
+        raise UserError(f"--windows {windows} --context {context}: expected at least 1 window of 2 tokens")
+    try:
+        data = path.read_bytes()
+        text = data.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: expected a UTF-8 text file ({error})") from error
+    bos = opening_token(tokenizer)
+    fresh = context - (bos is not None)
+    ids = _encode_start(tokenizer, text, windows * fresh)
+    if len(ids) < windows * fresh:
+        raise UserError(
+            f"{path}: {windows} windows of {context} need {windows * fresh} tokens, the text has {len(ids)}",
+            hint=f"at most --windows {len(ids) // fresh} with this text and context",
+        )
+    tokens = np.array(ids[: windows * fresh], np.uint32).reshape(windows, fresh)
+    if bos is not None:
+        tokens = np.insert(tokens, 0, np.uint32(bos), axis=1)
+    return TokenWindows(tokens=tokens, bos=bos, text_sha256=hashlib.sha256(data).hexdigest())
+
+
+def opening_token(tokenizer: Any) -> int | None:
+    """The token that the tokenizer puts before a text by itself."""
+    plain, opened = encode(tokenizer, "a"), encode(tokenizer, "a", add_special_tokens=True)
+    return opened[0] if opened and opened[0] != plain[0] else None
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """SHA-256 over the sorted vocabulary and the encoding of ``PROBE``.
+
+    Files that were written anew by another library give the same hash; another vocabulary, or another way to split
+    digits or spaces, does not.
+    """
+    content = json.dumps(
+        [sorted(tokenizer.get_vocab().items()), encode(tokenizer, PROBE)], ensure_ascii=False
+    )
+    return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """Token ids; ``verbose=False`` because a long text is no mistake here."""
+    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+
+def _encode_start(tokenizer: Any, text: str, count: int) -> list[int]:
+    """At least ``count`` ids from the start of ``text`` if it has so many; reads no more of it than needed."""
+    length = (count + CUT_MARGIN) * CHARACTERS_PER_TOKEN
+    while length < len(text):
+        ids = encode(tokenizer, text[:length])[:-CUT_MARGIN]
+        if len(ids) >= count:
+            return ids
+        length *= 2
+    return encode(tokenizer, text)
