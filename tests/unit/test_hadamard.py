@@ -47,7 +47,8 @@ def test_prime_power_fields_have_a_true_character(q: int) -> None:
 def test_prime_powers() -> None:
     found = {q: prime_power(q) for q in (1, 2, 9, 12, 27, 49, 97, 121, 2187, 2189)}
     assert found == {
-        1: None, 2: (2, 1), 9: (3, 2), 12: None, 27: (3, 3), 49: (7, 2), 97: (97, 1), 121: (11, 2), 2187: (3, 7), 2189: None,
+        1: None, 2: (2, 1), 9: (3, 2), 12: None, 27: (3, 3), 49: (7, 2), 97: (97, 1), 121: (11, 2), 2187: (3, 7),
+        2189: None,
     }  # fmt: skip
 
 

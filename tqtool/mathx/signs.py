@@ -16,6 +16,12 @@ _GOLDEN = 0x9E3779B9
 _MASK = 0xFFFFFFFF
 
 
+def require_seed(seed: int) -> None:
+    """Raise UserError unless ``seed`` is one a stream can start from."""
+    if not 0 <= seed <= _MASK:
+        raise UserError(f"rotation seed {seed}: expected 0 … {_MASK}")
+
+
 def sign_vector(seed: int, n: int, *, lane: int) -> NDArray[np.int8]:
     """The first ``n`` signs of a lane.
 
@@ -30,8 +36,7 @@ def sign_vector(seed: int, n: int, *, lane: int) -> NDArray[np.int8]:
     Raises:
         UserError: ``seed`` or ``lane`` is out of range.
     """
-    if not 0 <= seed <= _MASK:
-        raise UserError(f"rotation seed {seed}: expected 0 … {_MASK}")
+    require_seed(seed)
     if not 0 <= lane < _MASK:
         raise UserError(f"sign lane {lane}: expected 0 … {_MASK - 1}")
     start = seed ^ ((lane + 1) * _GOLDEN & _MASK)

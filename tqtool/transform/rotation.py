@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tqtool.mathx.hadamard import require_size
+from tqtool.mathx.signs import require_seed
 from tqtool.transform.families import EMBEDDING, FINAL_NORM, HEAD, Layout, Parameter, Slot, read_layout
 from tqtool.transform.ops import (
     Fill,
@@ -61,13 +62,14 @@ def plan_rotation(
         A plan whose outputs and dropped tensors claim every source tensor; the head is always its own tensor.
 
     Raises:
-        UserError: The architecture is unknown or cannot be rotated, the transform does not fit it, or no Hadamard
-            matrix of order hidden_size or head_dim can be built.
+        UserError: The architecture is unknown or cannot be rotated, the transform does not fit it, no Hadamard
+            matrix of order hidden_size or head_dim can be built, or the seed is out of range.
         SourceError: A tensor is missing, left over, or has another shape than config.json implies.
     """
     family = select_rotation(config, transform)
     layout = read_layout(family, shapes, config)
     geometry = layout.geometry
+    require_seed(seed)
     require_size(geometry.hidden, what="hidden_size")
     require_size(geometry.head_dim, what="head_dim")
     r1 = Rotation(n=geometry.hidden, signs_lane=R1_LANE, seed=seed)
