@@ -54,7 +54,7 @@ def render_card(facts: CardFacts) -> bytes:
     if facts.notes:
         lines += ["Notes:", "", *(f"* {note}" for note in facts.notes), ""]
     if facts.is_stock:
-        lines += ["```sh", "pip install mlx-lm", f"mlx_lm.generate --model {facts.title} --prompt Hello", "```", ""]
+        lines += ["```sh", "pip install mlx-lm", "mlx_lm.generate --model THIS_FOLDER --prompt Hello", "```", ""]
     lines.append("`tqtool/manifest.json` lists every tensor and hash; `tqtool verify` checks them.")
     return ("\n".join(lines) + "\n").encode()
 

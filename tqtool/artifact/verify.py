@@ -144,7 +144,7 @@ def _check_tensors(artifact: Artifact) -> tuple[str, list[str]]:
             problems.append(f"{name}: {found}, the manifest says {(record.file, record.dtype, record.shape)}")
         elif (digest := _range_sha256(ref.path, ref.begin, ref.end)) != record.sha256:
             problems.append(f"{name}: sha256 is {digest[:12]}…, the manifest says {record.sha256[:12]}…")
-    return f"{len(expected)} tensors in {len(artifact.shards)} shards", problems
+    return f"{len(expected)} tensors, {len(artifact.shards)} shard(s)", problems
 
 
 def _check_config(artifact: Artifact) -> tuple[str, list[str]]:

@@ -77,7 +77,7 @@ def convert(
     if dry_run:
         show_plan(job.plan, as_json=as_json)
         return
-    for line in (*job.plan.warnings, *job.plan.notes):
+    for line in (*job.plan.warnings, *job.plan.notes, *job.plan.hints):
         note(f"note: {line}")
     with progress("convert", job.plan.totals.parameters, quiet=as_json) as advance:
         result = job.run(advance, check=lambda folder: check_artifact(job, folder, depth))
@@ -138,3 +138,5 @@ def show_plan(plan: JobPlan, *, as_json: bool) -> None:
         emit_line(f"warning    {line}")
     for line in plan.notes:
         emit_line(f"note       {line}")
+    for line in plan.hints:
+        emit_line(f"hint       {line}")

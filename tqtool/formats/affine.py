@@ -112,7 +112,8 @@ def _fp_scales(codes: NDArray[np.uint8], mode: Mode) -> NDArray[np.float32]:
 
 
 def _float8(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
-    return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    values: NDArray[np.float32] = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return values
 
 
 def _listed(values: tuple[int, ...]) -> str:

@@ -72,7 +72,8 @@ def plan_convert(request: ConvertRequest) -> Job:
     choices = resolve(transform.outputs, default=default, rules=request.rules, dtype_of=target.of)
     extras = JobExtras(
         notes=choices.notes,
-        plan_notes=(*target.notes(), *head_notes(transform, choices)),
+        plan_notes=target.notes(),
+        hints=head_hints(transform, choices),
         default_entry=None if request.packing is None else packed_entry(request.packing),
         dtype=request.dtype,
         request=request.to_json(),
@@ -134,7 +135,7 @@ class StoredDtype:
         return ("float64 tensors stored as f32",) if DType.F64 in found else ()
 
 
-def head_notes(transform: TransformPlan, choices: Choices) -> tuple[str, ...]:
+def head_hints(transform: TransformPlan, choices: Choices) -> tuple[str, ...]:
     """A line when what produces the logits is packed at low bits, as stock does without saying so."""
     tables = {output.role: output for output in transform.outputs if output.role in (Role.EMBEDDING, Role.HEAD)}
     head = tables.get(Role.HEAD) or tables.get(Role.EMBEDDING)

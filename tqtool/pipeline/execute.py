@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from tqtool.artifact.card import CARD_NAME
 from tqtool.artifact.config import encode_config
 from tqtool.artifact.stop_tokens import generation_config_bytes
 from tqtool.artifact.writer import ArtifactWriter
-from tqtool.errors import ArtifactError
+from tqtool.errors import ArtifactError, NumericalError
 from tqtool.formats.dtypes import dtype_of
 from tqtool.formats.manifest import MANIFEST_NAME, Manifest, TensorRecord, encode
 from tqtool.pipeline.plan import Work
@@ -25,7 +27,7 @@ from tqtool.pipeline.provenance import (
     tensor_record,
     transform_records,
 )
-from tqtool.solve.quantizer import QuantResult, takes_source_dtype
+from tqtool.solve.quantizer import QuantResult, ReadRows, RowQuantizer
 from tqtool.source.checkpoint import Checkpoint
 from tqtool.source.checks import require_finite
 from tqtool.transform.apply import apply_folds
@@ -38,7 +40,7 @@ Check = Callable[[Path], None]
 
 
 class SourceReader:
-    """Reads source tensors whole, refuses non-finite ones, and remembers the hash of each."""
+    """Reads source tensors, refuses non-finite ones, and remembers the hash of each."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -49,8 +51,34 @@ class SourceReader:
         array = self._checkpoint.tensors[name].read()
         if name not in self.sha256:
             require_finite(name, array)
-            self.sha256[name] = hashlib.sha256(array.reshape(-1).view("u1").data).hexdigest()
+            self.sha256[name] = hashlib.sha256(_bytes(array)).hexdigest()
         return array
+
+    def rows(self, name: str) -> ReadRows:
+        """A function that reads the rows of ``name`` in order, hashing as they pass."""
+        ref = self._checkpoint.tensors[name]
+        if len(ref.shape) < 2:
+            whole = self.read(name)
+            return lambda start, stop: whole
+        digest = hashlib.sha256()
+        n_rows, at = math.prod(ref.shape[:-1]), 0
+
+        def read_rows(start: int, stop: int) -> NDArray[Any]:
+            nonlocal at
+            assert start == at, "rows are read once each, in order"
+            chunk = ref.read_rows(start, stop)
+            try:
+                require_finite(name, chunk)
+            except NumericalError:
+                require_finite(name, ref.read())  # says where in the whole tensor
+                raise
+            digest.update(_bytes(chunk))
+            at = stop
+            if at == n_rows:
+                self.sha256[name] = digest.hexdigest()
+            return chunk
+
+        return read_rows
 
 
 def execute(job: Job, progress: Progress, check: Check | None) -> Manifest:
@@ -77,13 +105,13 @@ def execute(job: Job, progress: Progress, check: Check | None) -> Manifest:
 def quantize(work: Work, reader: SourceReader) -> QuantResult:
     """Fold and quantize one tensor; ArtifactError when the quantizer breaks its promise."""
     output = work.output
-    if output.ops or not takes_source_dtype(work.quantizer):
+    if isinstance(work.quantizer, RowQuantizer) and not output.ops and len(output.shape) <= 2:
+        result = work.quantizer.run_rows(output.name, output.shape, reader.rows(output.source))
+    else:
         weight = apply_folds(output, reader.read)
         if output.source not in reader.sha256:
             reader.read(output.source)  # a fill reads nothing, but provenance and finiteness cover every source
-    else:
-        weight = reader.read(output.source)
-    result = work.quantizer.run(output.name, weight)
+        result = work.quantizer.run(output.name, weight)
     found = [(name, dtype_of(array), tuple(array.shape)) for name, array in result.tensors.items()]
     promised = [(stored.name, stored.dtype, stored.shape) for stored in work.stored]
     if found != promised:
@@ -112,3 +140,7 @@ def _write_companions(job: Job, writer: ArtifactWriter, reader: SourceReader, re
     manifest = build_manifest(job, records=records, transforms=transforms, source_sha256=reader.sha256, writer=writer)
     writer.add_bytes(MANIFEST_NAME, encode(manifest))
     return manifest
+
+
+def _bytes(array: NDArray[Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data

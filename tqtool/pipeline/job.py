@@ -44,6 +44,7 @@ class JobExtras:
         files: Further files of the artifact, relative path → bytes or a file to copy.
         notes: Tensor name → remarks made while choosing its quantizer.
         plan_notes: Remarks about the whole job, kept in the manifest and the card.
+        hints: Advice for whoever reads the plan; not kept.
         default_entry: Top-level triple of ``quantization``; without it the most used entry.
         dtype: Dtype of dense tensors when set for the whole model; written into the config.
         request: What was asked for, JSON-ready, kept in the manifest.
@@ -57,6 +58,7 @@ class JobExtras:
     files: Mapping[str, bytes | Path] = field(default_factory=dict)
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     plan_notes: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
     default_entry: dict[str, Any] | None = None
     dtype: DType | None = None
     request: Mapping[str, Any] = field(default_factory=dict)
@@ -143,6 +145,7 @@ def plan_job(
         totals=totals,
         notes=_present(*extras.plan_notes, stop_tokens.note),
         warnings=_present(*checkpoint.warnings, memory_note(totals.peak_memory_bytes)),
+        hints=extras.hints,
     )
     return Job(
         checkpoint=checkpoint,

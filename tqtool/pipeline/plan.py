@@ -8,16 +8,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tqtool.solve.quantizer import Quantizer, StoredTensor, takes_source_dtype
+from tqtool.solve.quantizer import Quantizer, RowQuantizer, StoredTensor
 from tqtool.source.checkpoint import Checkpoint
 from tqtool.transform.plan import OutputTensor
 
 BASE_MEMORY_BYTES = 160 << 20
 """Interpreter, numpy, MLX and the chunks in flight: measured, see benchmarks/bench_convert.py."""
 
-FLOAT_COPIES_RAW = 0.0
-FLOAT_COPIES_CAST = 1.0
-FLOAT_COPIES_FOLD = 2.0
+CHUNK_BYTES = 32 << 20
+"""Rows in flight when a tensor is packed while it is read."""
+
+FOLD_COPIES = 2
+"""float32 arrays alive at once while folds are applied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,10 @@ class JobTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
-    """The resolved plan of a job."""
+    """The resolved plan of a job.
+
+    ``notes`` are facts about the artifact and kept with it; ``warnings`` are about this run; ``hints`` are advice.
+    """
 
     out: str
     transform: str
@@ -93,6 +98,7 @@ class JobPlan:
     totals: JobTotals
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+    hints: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form."""
@@ -170,11 +176,9 @@ def totals_of(checkpoint: Checkpoint, works: Sequence[Work], *, n_shards: int, o
 
 
 def _live_bytes(checkpoint: Checkpoint, work: Work) -> int:
-    """Bytes alive at once for one tensor: source, float copies, result."""
-    if work.output.ops:
-        copies = FLOAT_COPIES_FOLD
-    elif takes_source_dtype(work.quantizer):
-        copies = FLOAT_COPIES_RAW
-    else:
-        copies = FLOAT_COPIES_CAST
-    return checkpoint.tensors[work.output.source].nbytes + int(copies * 4 * work.parameters) + work.stored_bytes
+    """Bytes alive at once for one tensor: source, float32 copies, result."""
+    source = checkpoint.tensors[work.output.source].nbytes
+    if not work.output.ops and isinstance(work.quantizer, RowQuantizer):
+        return min(source, CHUNK_BYTES) + 2 * work.stored_bytes
+    copies = FOLD_COPIES if work.output.ops else 1
+    return source + copies * 4 * work.parameters + work.stored_bytes

@@ -144,7 +144,7 @@ def card(job: Job, transforms: Sequence[TransformRecord]) -> bytes:
     }
     return render_card(
         CardFacts(
-            title=job.out.name,
+            title=f"{source_name(job.checkpoint).rpartition('/')[2]}, {job.kind} {totals.bits_per_weight:.2f} bits",
             base_model=_base_model(job.checkpoint),
             source_card=job.checkpoint.path / CARD_NAME,
             facts=facts,

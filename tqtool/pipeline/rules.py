@@ -147,7 +147,7 @@ def resolve(
     Raises:
         UserError: a glob matches nothing, only tensors it cannot apply to, or a module whose width it does not divide.
     """
-    winners = {output.name: _winner(output, rules) for output in outputs}
+    winners = {output.name: matching_rule(output, rules) for output in outputs}
     _require_matches(outputs, rules)
     quantizers: dict[str, Quantizer] = {}
     notes: dict[str, tuple[str, ...]] = {}
@@ -183,7 +183,8 @@ def _applies(rule: Rule, output: OutputTensor) -> bool:
     return fnmatchcase(target_name(output), rule.glob)
 
 
-def _winner(output: OutputTensor, rules: Sequence[Rule]) -> Rule | None:
+def matching_rule(output: OutputTensor, rules: Sequence[Rule]) -> Rule | None:
+    """The rule that decides ``output``: the last that matches, or None."""
     return next((rule for rule in reversed(rules) if _applies(rule, output)), None)
 
 

@@ -10,14 +10,15 @@ Laws, checked by the job for every quantizer:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
 from tqtool.formats.dtypes import DType
 
+ReadRows = Callable[[int, int], NDArray[Any]]
 ConfigEntry = dict[str, Any] | Literal[False] | None
 
 
@@ -61,11 +62,18 @@ class Quantizer(Protocol):
         """Entry of the module in ``config.json: quantization``; False = dense, None = not listed there."""
 
 
+@runtime_checkable
+class RowQuantizer(Protocol):
+    """A quantizer that can read an unfolded weight while it packs it, in the source's dtype.
+
+    Law: ``run_rows(name, w.shape, lambda a, b: rows[a:b])`` gives the bytes of ``run(name, w)``, where ``rows`` is
+    ``w`` with its leading dimensions flattened; rows are asked for once each, in order.
+    """
+
+    def run_rows(self, name: str, shape: tuple[int, ...], read_rows: ReadRows) -> QuantResult:
+        """Quantize a weight of ``shape`` through ``read_rows(start, stop)``."""
+
+
 def module_of(name: str) -> str:
     """Module path of a weight: ``model.layers.0.mlp.up_proj.weight`` → ``model.layers.0.mlp.up_proj``."""
     return name.removesuffix(".weight")
-
-
-def takes_source_dtype(quantizer: Quantizer) -> bool:
-    """True when ``run`` also accepts the source's dtype, so that an unfolded tensor needs no float32 copy."""
-    return bool(getattr(quantizer, "accepts_source_dtype", False))

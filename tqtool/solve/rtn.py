@@ -7,11 +7,12 @@ the dtype of the weight that MLX sees, so the weight is rounded to ``dtype`` (ha
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +20,19 @@ from numpy.typing import NDArray
 from tqtool.errors import NumericalError, UserError
 from tqtool.formats.affine import AffineSpec, Mode
 from tqtool.formats.dtypes import DType
-from tqtool.solve.quantizer import ConfigEntry, QuantResult, StoredTensor, module_of
+from tqtool.solve.quantizer import ConfigEntry, QuantResult, ReadRows, StoredTensor, module_of
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
-CHUNK_ELEMENTS = 1 << 21
-"""Elements given to one ``mx.quantize`` call: 4 MB of bf16, which hides the launch and fits any memory."""
+CHUNK_ELEMENTS = 1 << 20
+"""Elements given to one ``mx.quantize`` call: 2 MB of bf16 stays in cache and hides the launch."""
+
+PENDING_CHUNKS = 2
+"""Chunks queued per stream, so that none idles while the next one is read."""
+
+MAX_THREADS = 8
+
 
 _SHORT = {DType.BF16: "bf16", DType.F16: "f16", DType.F32: "f32", DType.F64: "f64"}
 
@@ -50,7 +57,6 @@ class FloatStore:
     """Keep a tensor dense, cast to ``dtype``; integers and booleans pass with their own dtype."""
 
     dtype: DType
-    accepts_source_dtype: Literal[True] = True
 
     @property
     def label(self) -> str:
@@ -65,12 +71,16 @@ class FloatStore:
         """Cast ``weight``."""
         return QuantResult(tensors={name: cast(name, weight, self.dtype)})
 
+    def run_rows(self, name: str, shape: tuple[int, ...], read_rows: ReadRows) -> QuantResult:
+        """Cast a tensor of ``shape`` that is read at once, in its source dtype."""
+        return self.run(name, read_rows(0, shape[0] if shape else 1).reshape(shape))
+
     def config_entry(self) -> ConfigEntry:
         """Dense: an explicit ``false``."""
         return False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AffineRtn:
     """``mx.quantize`` of a weight ``[..., in]`` rounded to ``dtype``; see the module docstring."""
 
@@ -79,7 +89,6 @@ class AffineRtn:
     mode: Mode = "affine"
     dtype: DType = DType.BF16
     threads: int | None = None
-    accepts_source_dtype: Literal[True] = True
 
     def __post_init__(self) -> None:
         try:
@@ -115,22 +124,29 @@ class AffineRtn:
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
     def run(self, name: str, weight: NDArray[Any]) -> QuantResult:
-        """Pack ``weight`` (``[..., in]``, float). Peak beyond input and output: two chunks per stream."""
+        """Pack ``weight`` (``[..., in]``, float)."""
+        rows = weight.reshape(-1, weight.shape[-1])
+        return self.run_rows(name, weight.shape, lambda start, stop: rows[start:stop])
+
+    def run_rows(self, name: str, shape: tuple[int, ...], read_rows: ReadRows) -> QuantResult:
+        """Pack a weight of ``shape`` that is read while it is packed.
+
+        Peak beyond the result: ``PENDING_CHUNKS`` chunks per stream. Rows are asked for once each, in order.
+        """
         import mlx.core as mx
 
-        planned = self.outputs(name, weight.shape)
+        planned = self.outputs(name, shape)
         stored = [np.empty(_rows_shape(tensor.shape), tensor.dtype.numpy) for tensor in planned]
-        rows = weight.reshape(-1, weight.shape[-1])
-        step = max(1, CHUNK_ELEMENTS // rows.shape[1])
+        streams = _streams(self.threads or min(os.cpu_count() or 1, MAX_THREADS))
+        n_rows = math.prod(shape[:-1])
+        step = max(1, CHUNK_ELEMENTS // shape[-1])
         pending: deque[tuple[int, list[mx.array]]] = deque()
-        for index, start in enumerate(range(0, rows.shape[0], step)):
-            if len(pending) == len(self._streams):
+        for index, start in enumerate(range(0, n_rows, step)):
+            if len(pending) == PENDING_CHUNKS * len(streams):
                 _collect(stored, *pending.popleft())
-            chunk = cast(name, rows[start : start + step], self.dtype)
-            stream = self._streams[index % len(self._streams)]
-            parts = mx.quantize(
-                mx.array(chunk), group_size=self.group_size, bits=self.bits, mode=self.mode, stream=stream
-            )
+            chunk = mx.array(cast(name, read_rows(start, min(start + step, n_rows)), self.dtype))
+            stream = streams[index % len(streams)]
+            parts = mx.quantize(chunk, group_size=self.group_size, bits=self.bits, mode=self.mode, stream=stream)
             mx.async_eval(*parts)  # type: ignore[no-untyped-call]
             pending.append((start, list(parts)))
         while pending:
@@ -138,15 +154,17 @@ class AffineRtn:
         tensors = {t.name: values.reshape(t.shape) for t, values in zip(planned, stored, strict=True)}
         return QuantResult(tensors=tensors)
 
-    @cached_property
-    def _streams(self) -> list[mx.Stream]:
-        import mlx.core as mx
 
-        return [mx.new_stream(mx.cpu) for _ in range(self.threads or min(os.cpu_count() or 1, 4))]
+@lru_cache(maxsize=4)
+def _streams(count: int) -> list[mx.Stream]:
+    """One thread each, for the life of the process: MLX has no way to end a stream."""
+    import mlx.core as mx
+
+    return [mx.new_stream(mx.cpu) for _ in range(count)]
 
 
 def _rows_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    return int(np.prod(shape[:-1])), shape[-1]
+    return math.prod(shape[:-1]), shape[-1]
 
 
 def _collect(stored: list[NDArray[Any]], start: int, parts: list[mx.array]) -> None:
