@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from tqtool.artifact.writer import ArtifactWriter, check_target
 from tqtool.formats.dtypes import DType
+from tqtool.pipeline.preflight import require_disk
 from tqtool.solve.quantizer import StoredTensor
 from tqtool.source.gguf.config import build_config, read_shape
 from tqtool.source.gguf.families import Edit, MappedTensor, family_of, has_bias, map_tensors
@@ -115,6 +116,7 @@ def run_import(plan: ImportPlan, progress: Progress | None = None) -> None:
         NumericalError: a value is inf or NaN, or does not fit the requested type.
         ArtifactError: the disk is full or cannot be written.
     """
+    require_disk(plan.out.absolute().parent, plan.weight_bytes)
     record = _record(plan)
     with ArtifactWriter(plan.out, plan.stored, total_parameters=plan.n_parameters) as writer:
         for item in plan.tensors:

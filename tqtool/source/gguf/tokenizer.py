@@ -19,6 +19,8 @@ from tqtool.errors import SourceError
 from tqtool.source.gguf.reader import GgufFile
 
 _Item = TypeVar("_Item")
+BYTE_LEVEL: Final = "gpt2"  # values of `tokenizer.ggml.model`
+SENTENCEPIECE: Final = "llama"
 SPACE: Final = "▁"  # what SentencePiece writes for a space
 # Control tokens that end a turn or a text, by their text; llama.cpp stops at them too.
 END_TEXTS: Final = frozenset(
@@ -93,14 +95,7 @@ def build_tokenizer_files(file: GgufFile, *, context_length: int) -> TokenizerFi
         SourceError: an unknown tokenizer model or pre-tokenizer, or arrays that do not agree.
     """
     vocabulary = _read_vocabulary(file)
-    kind = file.metadata.get("tokenizer.ggml.model")
-    builder = _BUILDERS.get(kind) if isinstance(kind, str) else None
-    if builder is None:
-        raise SourceError(
-            f"{file.path}: tokenizer model {kind!r} cannot be rebuilt; known: {', '.join(_BUILDERS)}",
-            hint="take the tokenizer from the model's Hugging Face repository",
-        )
-    tokenizer = builder(file, vocabulary)
+    tokenizer = _BUILDERS[check_tokenizer(file)](file, vocabulary)
     special = _special_tokens(file, vocabulary)
     stops = _stop_ids(file, vocabulary)
     template, notes = _chat_template(file)
@@ -123,6 +118,23 @@ def build_tokenizer_files(file: GgufFile, *, context_length: int) -> TokenizerFi
         files["chat_template.jinja"] = template.encode()
     files["tokenizer_config.json"] = _json(settings)
     return TokenizerFiles(files=files, eos_token_ids=stops, notes=notes)
+
+
+def check_tokenizer(file: GgufFile) -> str:
+    """The tokenizer model of ``file``; SourceError if it or its pre-tokenizer is not one that can be rebuilt."""
+    hint = "take the tokenizer from the model's Hugging Face repository"
+    kind, pre = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre")
+    if not isinstance(kind, str) or kind not in _BUILDERS:
+        known = ", ".join(_BUILDERS)
+        raise SourceError(f"{file.path}: tokenizer model {kind!r} cannot be rebuilt; known: {known}", hint=hint)
+    known_pre = list(SPLITS) if kind == BYTE_LEVEL else ["default"]
+    if pre not in known_pre and not (kind == SENTENCEPIECE and pre is None):
+        raise SourceError(
+            f"{file.path}: pre-tokenizer {pre!r} is not known for {kind!r}, text would be cut wrongly; "
+            f"known: {', '.join(known_pre)}",
+            hint=hint,
+        )
+    return kind
 
 
 def _read_vocabulary(file: GgufFile) -> Vocabulary:
@@ -156,13 +168,7 @@ def _array(file: GgufFile, name: str, item: type[_Item]) -> list[_Item]:
 
 def _byte_level_bpe(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
     """GPT-2's scheme: bytes as printable characters, stored merges, and a named rule for cutting words."""
-    name = file.metadata.get("tokenizer.ggml.pre")
-    split = SPLITS.get(name) if isinstance(name, str) else None
-    if split is None:
-        raise SourceError(
-            f"{file.path}: pre-tokenizer {name!r} is not known, text would be cut wrongly; known: {', '.join(SPLITS)}",
-            hint="take tokenizer.json from the model's Hugging Face repository",
-        )
+    split = SPLITS[file.metadata["tokenizer.ggml.pre"]]
     prefix = file.metadata.get("tokenizer.ggml.add_space_prefix") is True
     tokenizer = Tokenizer(
         models.BPE(
@@ -188,9 +194,6 @@ def _byte_level_bpe(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
 
 def _sentencepiece_bpe(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
     """SentencePiece BPE: spaces become a mark, unknown characters fall back to bytes, merges follow from scores."""
-    pre = file.metadata.get("tokenizer.ggml.pre", "default")
-    if pre != "default":
-        raise SourceError(f"{file.path}: pre-tokenizer {pre!r} is not known for SentencePiece; known: default")
     if not vocabulary.scores:
         raise SourceError(f"{file.path}: tokenizer.ggml.scores is missing; the merges cannot be rebuilt")
     unknown = vocabulary.ids_of(TokenKind.UNKNOWN) or [file.metadata.get("tokenizer.ggml.unknown_token_id", -1)]
@@ -219,8 +222,8 @@ def _sentencepiece_bpe(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
 
 
 _BUILDERS: Final[Mapping[str, Callable[[GgufFile, Vocabulary], Tokenizer]]] = {
-    "gpt2": _byte_level_bpe,
-    "llama": _sentencepiece_bpe,
+    BYTE_LEVEL: _byte_level_bpe,
+    SENTENCEPIECE: _sentencepiece_bpe,
 }
 
 

@@ -1,0 +1,135 @@
+"""``tqtool inspect``."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from tqtool.pipeline.inspection import Inspection
+
+HELP = """Show what a model is and what each verb would do with it.
+
+PATH is a model folder, a hub id or a GGUF file; quantized models and artifacts of tqtool are described too. Only
+headers and configuration are read.
+"""
+WASTE_SHOWN = 0.0005
+"""Share of padded weights from which a module is worth a line."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("inspect", help=HELP, short_help="Show what a model is and what each verb would do with it.")(inspect)
+
+
+def inspect(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Model folder, hub id or GGUF file.")],
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Parse, look, render."""
+    from tqtool.cli.render import emit_json
+    from tqtool.pipeline.inspection import inspect_model
+
+    report = inspect_model(path, revision=revision)
+    if as_json:
+        emit_json(report.to_json())
+        return
+    show_facts(report)
+    show_tensors(report)
+    show_verbs(report)
+
+
+def show_facts(report: Inspection) -> None:
+    """What the model is."""
+    from tqtool.cli.render import emit_table
+    from tqtool.pipeline.preflight import readable_bytes
+
+    sizes = report.sizes
+    parameters = "unknown (foreign packing)" if report.parameters is None else f"{report.parameters:,}"
+    types = ", ".join(f"{row.tensors} {row.dtype} ({readable_bytes(row.size_bytes)})" for row in report.types)
+    cache = "" if sizes.kv_cache_bytes_per_token is None else readable_bytes(1024 * sizes.kv_cache_bytes_per_token)
+    shape = {
+        "layers": sizes.layers,
+        "hidden": sizes.hidden,
+        "intermediate": sizes.intermediate,
+        "heads": sizes.heads if sizes.heads == sizes.kv_heads else f"{sizes.heads} / {sizes.kv_heads} kv",
+        "head size": sizes.head_dim,
+        "vocabulary": sizes.vocabulary,
+        "context": sizes.context,
+    }
+    rows = [
+        ("origin", report.origin + (f" @ {report.revision}" if report.revision else "")),
+        ("kind", report.kind if report.evidence is None else f"{report.kind}: {report.evidence}"),
+        ("architecture", f"{report.architecture} (model_type {report.model_type})"),
+        ("weights", f"{parameters} in {report.tensors} tensors, {readable_bytes(report.size_bytes)}"),
+        ("stored as", f"{types}, {report.files} file{'s' if report.files != 1 else ''}"),
+        ("shape", ", ".join(f"{name} {value}" for name, value in shape.items() if value is not None)),
+        ("head", report.head),
+        ("tokenizer", report.tokenizer),
+        *([("kv cache", f"{cache} per 1024 tokens in bf16")] if cache else []),
+        *(("warning", warning) for warning in report.warnings),
+    ]
+    emit_table(("", ""), rows, title=report.path)
+
+
+def show_tensors(report: Inspection) -> None:
+    """Every tensor, layers folded together, and what happens to it."""
+    from tqtool.cli.render import emit_line, emit_table
+    from tqtool.pipeline.preflight import readable_bytes
+
+    plans = any(group.role for group in report.groups)
+    columns: tuple[str, ...] = ("tensor", "n", "shape", "type", "size")
+    rows: list[tuple[object, ...]] = []
+    for group in report.groups:
+        shape = "×".join(map(str, group.shape))
+        row = (group.pattern, group.count, shape, group.dtype, readable_bytes(group.size_bytes))
+        rows.append((*row, group.role, group.convert, _short(group.rotate), group.trellis) if plans else row)
+    if plans:
+        columns = (*columns, "role", "convert -q", "--rotate-weights", "trellis")
+    emit_line()
+    emit_table(columns, rows)
+
+
+def show_verbs(report: Inspection) -> None:
+    """What each verb would do, what the results weigh, what the trellis pads."""
+    from tqtool.cli.render import emit_line, emit_table
+    from tqtool.pipeline.preflight import readable_bytes
+
+    verbs = [
+        (row.verb, "yes" if row.possible else "no", row.detail + (f" ({row.hint})" if row.hint else ""))
+        for row in report.verbs
+    ]
+    emit_line()
+    emit_table(("verb", "", "what it would do"), verbs)
+    if report.estimates:
+        emit_line()
+        rows = [
+            (
+                row.form,
+                readable_bytes(row.tensor_bytes),
+                f"{row.bits_per_weight:.3f}",
+                readable_bytes(row.disk_bytes),
+                readable_bytes(row.convert_memory_bytes),
+            )
+            for row in report.estimates
+        ]
+        emit_table(("estimate", "weights", "bits/weight", "on disk", "peak memory to make"), rows)
+    wasted = [row for row in report.padding if row.share >= WASTE_SHOWN]
+    if wasted:
+        emit_line()
+        padding = [
+            (row.pattern, row.count, "×".join(map(str, row.shape)), row.axis, f"{100 * row.share:.2f} %")
+            for row in wasted
+        ]
+        emit_table(("trellis padding", "n", "shape", "axis", "waste"), padding)
+    elif report.padding:
+        emit_line()
+        emit_line("trellis padding: none on either axis worth mentioning (whole blocks of 256, or under 0.05 %)")
+
+
+def _short(folds: str) -> str:
+    """``diag(model.layers.*.input_layernorm.weight)`` → ``diag(input_layernorm)``: the layer is clear from the row."""
+    return re.sub(r"[\w.*]*?(\w+)\.weight\)", r"\1)", folds)
