@@ -43,6 +43,14 @@ _TABLE_SEED = {"rptc": 0x51545045, "random": 0x52414E44}
 _TABLE_STEP = 4096.0  # table values are multiples of 1/4096: no library's last-digit difference can move one
 
 
+def parse_code(text: str) -> Code:
+    """The code named ``text``; UserError otherwise."""
+    for code in CODES:
+        if code == text:
+            return code
+    raise UserError(f"trellis code {text!r} is unknown", hint=f"codes: {', '.join(CODES)}")
+
+
 def check_window(window: int) -> None:
     """Raise UserError unless ``window`` (L) is one the format knows."""
     if window not in (12, 14, 16):

@@ -1,0 +1,111 @@
+"""``tqtool trellis``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tqtool.cli.convert import DEFAULT_SEED, one_of, show_plan, summary
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("trellis", help=HELP, short_help="Fold and code a checkpoint on the trellis at 1-4 bits.")(trellis)
+
+
+HELP = """Fold and code a checkpoint on the trellis at 1-4 bits per weight, in one streaming pass.
+
+The result is packed (tqtool runs it; stock mlx-lm loads it with --trust-remote-code), or with --fake-quant the same values
+dense in bf16, or with --carrier the same values in 8-bit affine; stock mlx-lm loads the last two as they are.
+"""
+
+
+def trellis(
+    source: Annotated[str | None, typer.Argument(metavar="SRC", help="Model folder or hub id.")] = None,
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to create.")] = None,
+    model: Annotated[str | None, typer.Option("--hf-path", "--model", help="Same as SRC.")] = None,
+    mlx_path: Annotated[Path | None, typer.Option("--mlx-path", help="Same as OUT.")] = None,
+    k: Annotated[int, typer.Option("--k", "-k", help="Bits per weight, 1-4.")] = 3,
+    modules: Annotated[
+        list[str] | None, typer.Option("--modules", help="mlp, all, or a glob of module paths; repeatable. [all]")
+    ] = None,
+    down_axis: Annotated[str, typer.Option("--down-axis", help="Code down_proj along its out or in dimension.")] = "out",
+    fake_quant: Annotated[bool, typer.Option("--fake-quant", help="Store the decoded values dense.")] = False,
+    carrier: Annotated[bool, typer.Option("--carrier", help="Store the decoded values in 8-bit affine.")] = False,
+    code: Annotated[str, typer.Option("--code", help="mul1, 1mad or 3inst; rptc, random with --fake-quant.")] = "mul1",
+    window: Annotated[int, typer.Option("--window", "-L", help="State bits: 12, 14 or 16; slower and better.")] = 12,
+    warmup: Annotated[
+        int | None, typer.Option("--warmup", help="Shorter first pass of N steps each side of the seam; faster.")
+    ] = None,
+    bits: Annotated[int | None, typer.Option("--bits", "--q-bits", help="Of modules not on the trellis. [6]")] = None,
+    group_size: Annotated[int | None, typer.Option("--group-size", "--q-group-size", help="Of those. [64]")] = None,
+    rule: Annotated[
+        list[str] | None,
+        typer.Option("--rule", help="GLOB=bits:8,group:32 or GLOB=float: takes modules from the trellis; repeatable."),
+    ] = None,
+    rotate: Annotated[
+        bool, typer.Option("--rotate-weights/--no-rotate-weights", help="Fold norms, rotate residual and heads.")
+    ] = True,
+    rotation_seed: Annotated[int | None, typer.Option("--rotation-seed", help="Seed of the signs. [42]")] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
+    threads: Annotated[int, typer.Option("--threads", help="Encoder threads; 0 is one per core.")] = 0,
+    check: Annotated[str, typer.Option("--check", help="After writing: forward, load or none.")] = "forward",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact of tqtool at OUT.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan; write nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Parse, plan, run, render."""
+    from tqtool.artifact.reload import parse_depth
+    from tqtool.cli.render import emit_json, emit_line, note, progress
+    from tqtool.errors import UserError
+    from tqtool.mathx.codes import parse_code
+    from tqtool.pipeline.rules import packed_setting, parse_rule
+    from tqtool.pipeline.trellis import (
+        OTHER,
+        TrellisRequest,
+        check_trellis,
+        coded_weights,
+        parse_axis,
+        parse_form,
+        plan_trellis,
+    )
+    from tqtool.solve.trellis import TrellisOptions
+
+    depth = parse_depth(check)
+    if rotation_seed is not None and not rotate:
+        raise UserError("--rotation-seed with --no-rotate-weights does nothing", hint="leave one out")
+    advance_encoder = [lambda weights: None]  # the bar exists only after the plan is known
+    other = packed_setting(
+        bits=bits if bits is not None else OTHER.bits,
+        group_size=group_size if group_size is not None else OTHER.group_size,
+        mode="affine",
+    )
+    request = TrellisRequest(
+        source=one_of("SRC", source, model, "--hf-path/--model"),
+        out=one_of("OUT", out, mlx_path, "--mlx-path"),
+        options=TrellisOptions(k=k, window=window, code=parse_code(code), warmup=warmup, threads=threads),
+        revision=revision,
+        modules=tuple(modules or ("all",)),
+        down_axis=parse_axis(down_axis),
+        form=parse_form(fake_quant=fake_quant, carrier=carrier),
+        other=other,
+        rules=tuple(parse_rule(text, other) for text in rule or ()),
+        rotation_seed=(DEFAULT_SEED if rotation_seed is None else rotation_seed) if rotate else None,
+        overwrite=overwrite,
+        tick=lambda weights: advance_encoder[0](weights),
+    )
+    job = plan_trellis(request)
+    if dry_run:
+        show_plan(job.plan, as_json=as_json)
+        return
+    for line in (*job.plan.warnings, *job.plan.notes):
+        note(f"note: {line}")
+    with progress("encode", coded_weights(job), quiet=as_json) as advance:
+        advance_encoder[0] = lambda weights: advance(weights, "")
+        result = job.run(check=lambda folder: check_trellis(job, folder, depth))
+    if as_json:
+        emit_json({"out": str(result.out), "kind": job.kind, "check": depth, **result.plan.to_json()})
+    else:
+        emit_line(f"{result.out}: {summary(result.plan)}")
