@@ -8,11 +8,12 @@ o_proj, also when several query heads share a kv head.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tqtool.mathx.hadamard import require_size
 from tqtool.mathx.signs import require_seed
-from tqtool.transform.families import EMBEDDING, FINAL_NORM, HEAD, Layout, Parameter, Slot, read_layout
+from tqtool.transform.families import EMBEDDING, HEAD, Layout, Parameter, Slot, read_layout
 from tqtool.transform.ops import (
     Fill,
     Op,
@@ -28,6 +29,7 @@ from tqtool.transform.select import AUTO, select_rotation
 
 DEFAULT_SEED = 42
 R1_LANE = 0  # layer i's R2, when signed, takes lane i + 1
+_FOLDED_NORMS = (Slot.ATTENTION_NORM, Slot.MLP_NORM, Slot.FINAL_NORM)
 
 # Where the recipe departs from QuaRot (2404.00456) and SpinQuant (2405.16406); kept with every rotated artifact.
 NO_MEAN_CENTRING = "no-mean-centring: embedding rows are not centred: with RMSNorm that would change the function"
@@ -72,14 +74,17 @@ def plan_rotation(
     require_seed(seed)
     require_size(geometry.hidden, what="hidden_size")
     require_size(geometry.head_dim, what="head_dim")
-    r1 = Rotation(n=geometry.hidden, signs_lane=R1_LANE, seed=seed)
-    outputs = [
-        _folded(layout, parameter, r1, _head_rotation(layout, parameter, seed if signed_r2 else None))
-        for parameter in layout.parameters
-    ]
+    recipe = _Recipe(
+        r1=Rotation(n=geometry.hidden, signs_lane=R1_LANE, seed=seed),
+        head_dim=geometry.head_dim,
+        r2_seed=seed if signed_r2 else None,
+        gain_offset=family.gain_offset,
+        norms={(p.layer, p.slot): p.name for p in layout.parameters if p.slot in _FOLDED_NORMS},
+    )
+    outputs = [recipe.fold(parameter) for parameter in layout.parameters]
     updates = dict(layout.config_updates)
     if layout.is_tied:
-        outputs.append(_untied_head(layout, r1))
+        outputs.append(recipe.untied_head(layout))
         updates |= _untied_config(config)
     return TransformPlan(
         id=f"rotation.{family.model_type}",
@@ -91,71 +96,76 @@ def plan_rotation(
     )
 
 
-def _folded(layout: Layout, parameter: Parameter, r1: Rotation, r2: Rotation) -> OutputTensor:
-    plain = parameter.output()
-    ops = tuple(_bias_ops(parameter, r1, r2) if parameter.is_bias else _weight_ops(layout, parameter, r1, r2))
-    return OutputTensor(
-        name=plain.name, source=plain.source, shape=plain.shape, ops=ops, module=plain.module, role=plain.role
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recipe:
+    """The folds of one model.
 
+    Attributes:
+        r1: Residual rotation.
+        head_dim: Side of every R2.
+        r2_seed: Seed of R2's signs; None for the plain Hadamard.
+        gain_offset: 1 where norms multiply by 1 + w, else 0.
+        norms: Source name of each folded norm, by layer (None for the final one) and slot.
+    """
 
-def _weight_ops(layout: Layout, parameter: Parameter, r1: Rotation, r2: Rotation) -> Iterator[Op]:
-    offset = layout.family.gain_offset
-    match parameter.slot:
-        case Slot.EMBEDDING:
-            yield RotateInput(rotation=r1)  # a row of the table is a residual vector
-        case Slot.HEAD:
-            yield ScaleInput(gain=FINAL_NORM, offset=offset)
-            yield RotateInput(rotation=r1)
-        case Slot.Q | Slot.K | Slot.V:
-            yield ScaleInput(gain=_norm_name(layout, parameter.layer, Slot.ATTENTION_NORM), offset=offset)
-            yield RotateInput(rotation=r1)
-            if parameter.slot is Slot.V:
-                yield RotateHeads(rotation=r2, axis="output")
-        case Slot.GATE | Slot.UP:
-            yield ScaleInput(gain=_norm_name(layout, parameter.layer, Slot.MLP_NORM), offset=offset)
-            yield RotateInput(rotation=r1)
-        case Slot.O:
-            yield RotateOutput(rotation=r1)
-            yield RotateHeads(rotation=r2, axis="input")
-        case Slot.DOWN:
-            yield RotateOutput(rotation=r1)
-        case Slot.ATTENTION_NORM | Slot.MLP_NORM | Slot.FINAL_NORM:
-            yield Fill(value=1.0 - offset)
-        case Slot.INNER_NORM:
-            pass  # acts in head space, after the projection
+    r1: Rotation
+    head_dim: int
+    r2_seed: int | None
+    gain_offset: float
+    norms: Mapping[tuple[int | None, Slot], str]
 
+    def fold(self, parameter: Parameter) -> OutputTensor:
+        """The parameter with its folds."""
+        ops = self._bias_ops(parameter) if parameter.is_bias else self._weight_ops(parameter)
+        return replace(parameter.output(), ops=tuple(ops))
 
-def _bias_ops(parameter: Parameter, r1: Rotation, r2: Rotation) -> Iterator[Op]:
-    # A bias lives on the output, so input-side folds never touch it.
-    match parameter.slot:
-        case Slot.O | Slot.DOWN:
-            yield RotateOutput(rotation=r1)
-        case Slot.V:
-            yield RotateHeads(rotation=r2, axis="output")
-        case _:
-            pass
+    def untied_head(self, layout: Layout) -> OutputTensor:
+        """A head of its own, made from the embedding: it reads through the final gain, the embedding does not."""
+        shape = (layout.geometry.vocab, layout.geometry.hidden)
+        head = self.fold(Parameter(name=HEAD, shape=shape, slot=Slot.HEAD))
+        return replace(head, source=EMBEDDING)
 
+    def _weight_ops(self, parameter: Parameter) -> Iterator[Op]:
+        match parameter.slot:
+            case Slot.EMBEDDING:
+                yield RotateInput(rotation=self.r1)  # a row of the table is a residual vector
+            case Slot.HEAD:
+                yield from self._read_residual(None, Slot.FINAL_NORM)
+            case Slot.Q | Slot.K | Slot.V:
+                yield from self._read_residual(parameter.layer, Slot.ATTENTION_NORM)
+                if parameter.slot is Slot.V:
+                    yield RotateHeads(rotation=self._r2(parameter.layer), axis="output")
+            case Slot.GATE | Slot.UP:
+                yield from self._read_residual(parameter.layer, Slot.MLP_NORM)
+            case Slot.O:
+                yield RotateOutput(rotation=self.r1)
+                yield RotateHeads(rotation=self._r2(parameter.layer), axis="input")
+            case Slot.DOWN:
+                yield RotateOutput(rotation=self.r1)
+            case Slot.ATTENTION_NORM | Slot.MLP_NORM | Slot.FINAL_NORM:
+                yield Fill(value=1.0 - self.gain_offset)
+            case Slot.INNER_NORM:
+                pass  # acts in head space, after the projection
 
-def _head_rotation(layout: Layout, parameter: Parameter, seed: int | None) -> Rotation:
-    if seed is None or parameter.layer is None:
-        return Rotation(n=layout.geometry.head_dim)
-    return Rotation(n=layout.geometry.head_dim, signs_lane=parameter.layer + 1, seed=seed)
+    def _bias_ops(self, parameter: Parameter) -> Iterator[Op]:
+        # A bias lives on the output, so input-side folds never touch it.
+        match parameter.slot:
+            case Slot.O | Slot.DOWN:
+                yield RotateOutput(rotation=self.r1)
+            case Slot.V:
+                yield RotateHeads(rotation=self._r2(parameter.layer), axis="output")
+            case _:
+                pass
 
+    def _read_residual(self, layer: int | None, norm: Slot) -> Iterator[Op]:
+        # The gain first: it acts on the channels of the old basis.
+        yield ScaleInput(gain=self.norms[layer, norm], offset=self.gain_offset)
+        yield RotateInput(rotation=self.r1)
 
-def _norm_name(layout: Layout, layer: int | None, slot: Slot) -> str:
-    return next(p.name for p in layout.parameters if p.layer == layer and p.slot is slot)
-
-
-def _untied_head(layout: Layout, r1: Rotation) -> OutputTensor:
-    return OutputTensor(
-        name=HEAD,
-        source=EMBEDDING,
-        shape=(layout.geometry.vocab, layout.geometry.hidden),
-        ops=(ScaleInput(gain=FINAL_NORM, offset=layout.family.gain_offset), RotateInput(rotation=r1)),
-        module=HEAD.removesuffix(".weight"),
-        role=Slot.HEAD.role,
-    )
+    def _r2(self, layer: int | None) -> Rotation:
+        if self.r2_seed is None or layer is None:
+            return Rotation(n=self.head_dim)
+        return Rotation(n=self.head_dim, signs_lane=layer + 1, seed=self.r2_seed)
 
 
 def _untied_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,18 @@
+"""Where the real models are that the tests marked ``model`` run on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+MODELS = Path(os.environ.get("TQTOOL_TEST_MODELS", Path(__file__).parents[2] / "build" / "models"))
+
+
+def smollm2() -> Path:
+    """Folder of SmolLM2-135M-Instruct, made by ``import-gguf``; skips the test where it is not."""
+    folder = MODELS / "smollm2-135m-instruct"
+    if not (folder / "config.json").is_file():
+        pytest.skip(f"no model at {folder}; set TQTOOL_TEST_MODELS")
+    return folder
