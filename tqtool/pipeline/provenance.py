@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqtool.artifact.card import CARD_NAME, CardFacts, render_card
 from tqtool.artifact.writer import ArtifactWriter, shard_of
+from tqtool.errors import NumericalError
 from tqtool.formats.manifest import (
     FileRecord,
     Manifest,
@@ -97,7 +99,7 @@ def tensor_record(
             for stored in work.stored
         ],
         notes=list(notes),
-        stats={key: float(value) for key, value in result.stats.items()},
+        stats=_finite_stats(work.output.name, result.stats),
     )
 
 
@@ -195,6 +197,14 @@ def _totals(totals: JobTotals) -> Totals:
         bits_per_source_weight=totals.bits_per_source_weight,
         code_bits_per_weight=totals.code_bits_per_weight,
     )
+
+
+def _finite_stats(name: str, stats: Mapping[str, float]) -> dict[str, float]:
+    """Refused here, at its tensor, and not by the JSON encoder after the last one."""
+    for key, value in stats.items():
+        if not math.isfinite(value):
+            raise NumericalError(f"{name}: the quantizer's {key} is {value}")
+    return {key: float(value) for key, value in stats.items()}
 
 
 def _json(body: dict[str, Any]) -> bytes:

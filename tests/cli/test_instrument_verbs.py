@@ -1,0 +1,120 @@
+"""generate, teacher, eval kl, eval ppl as a user runs them: output, JSON, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.support.packed_artifact import write_packed
+from tests.support.tiny_models import Tiny
+
+MAIN = "import sys; from tqtool.cli.app import main; sys.argv[0] = 'tqtool'; main()"
+
+
+def tqtool(*arguments):
+    return subprocess.run([sys.executable, "-c", MAIN, *map(str, arguments)], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verbs")
+    write_packed(folder / "packed", Tiny(seed=3))
+    words = np.random.default_rng(5).integers(3, 320, 200)
+    (folder / "text.txt").write_text(" ".join(f"w{word}" for word in words))
+    made = tqtool(
+        *("teacher", folder / "packed-fake", folder / "dump", "--text", folder / "text.txt"),
+        *("--windows", 2, "--context", 32, "--json"),
+    )
+    assert made.returncode == 0, made.stderr
+    report = json.loads(made.stdout)
+    assert (report["info"]["windows"], report["info"]["top"], report["info"]["vocab_size"]) == (2, 320, 320)
+    assert "teacher: 100%" in made.stderr
+    return folder
+
+
+@pytest.mark.parametrize("compute", ["packed", "expand"])
+def test_packed_scores_zero_against_its_fake_twin(work, compute):
+    done = tqtool("eval", "kl", work / "packed", "--teacher", work / "dump", "--compute", compute, "--json")
+    report = json.loads(done.stdout)
+    # Only the embedding's and the products' float32 rounding differs.
+    assert 0 <= report["kl"]["mean"] < 1e-9
+    assert (report["windows"], report["tokens"], report["compute"]) == (2, 62, compute)
+
+
+def test_self_score_is_zero_from_another_process(work):
+    done = tqtool("eval", "kl", work / "packed-fake", "--teacher", work / "dump", "--text", work / "text.txt", "--json")
+    report = json.loads(done.stdout)
+    assert (report["kl"]["mean"], report["kl_max"], report["flip_count"]) == (0.0, 0.0, 0)
+
+
+def test_tables_for_people(work):
+    done = tqtool("eval", "kl", work / "packed", "--teacher", work / "dump", "--windows", 1)
+    for text in ("KL(teacher ‖ model)", "same first token", "perplexity", "31 tokens, 1 windows"):
+        assert text in done.stdout
+    done = tqtool("eval", "ppl", work / "packed", "--text", work / "text.txt", "-n", 2, "-c", 16)
+    assert "nats per token" in done.stdout
+
+
+def test_ppl_json_agrees_with_the_teacher(work):
+    arguments = ("eval", "ppl", work / "packed-fake", "--text", work / "text.txt", "-n", 2, "-c", 32, "--json")
+    report = json.loads(tqtool(*arguments).stdout)
+    kl = json.loads(tqtool("eval", "kl", work / "packed", "--teacher", work / "dump", "--json").stdout)
+    assert report["ppl"] == pytest.approx(kl["teacher_ppl"], rel=1e-12)
+
+
+def test_generate_is_the_same_packed_and_dense(work):
+    texts = set()
+    for model, compute in (("packed", "packed"), ("packed", "expand"), ("packed-fake", "packed")):
+        done = tqtool("generate", work / model, "--prompt", "w5 w9", "--compute", compute, "-m", 12, "--json")
+        report = json.loads(done.stdout)
+        assert report["finish_reason"] in {"stop", "length"}
+        texts.add(report["text"])
+    assert len(texts) == 1
+
+
+def test_generate_streams_to_stdout_and_counts_on_stderr(work):
+    done = tqtool("generate", work / "packed", "--prompt", "w5", "--raw", "-m", 3, "--temp", 0.7, "--top-p", 0.9, "--verbose")
+    assert done.returncode == 0, done.stderr
+    assert "14 trellis layers, packed, float32" in done.stderr
+    assert "answer 3 tokens" in done.stderr
+    assert len(done.stdout.split()) == 3
+
+
+def test_sampling_repeats_with_its_seed(work):
+    def sample(seed):
+        arguments = ("generate", work / "packed", "--prompt", "w5", "--raw", "-m", 8, "--temp", 1, "--seed", seed)
+        return tqtool(*arguments).stdout
+
+    assert sample(1) == sample(1) != sample(2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("generate", "absent", "--prompt", "x"), 2, "error: absent: expected a model folder, found no such folder"),
+        (("generate", "packed", "--prompt", "x", "--max-tokens", 0), 2, "--max-tokens 0"),
+        (("generate", "packed", "--prompt", "x", "--raw", "--system", "y"), 2, "--system needs the chat template"),
+        (("generate", "packed", "--prompt", "x", "--temp", -1), 2, "expected temp"),
+        (("generate", "packed", "--prompt", "", "--raw"), 2, "the prompt is empty"),
+        (("teacher", "packed", "dump", "--text", "text.txt"), 2, "dump: exists already"),
+        (("teacher", "packed", "new", "--text", "text.txt", "--windows", 99), 2, "the text has 200"),
+        (("teacher", "packed", "new", "--text", "text.txt", "--top", 0), 2, "--top 0"),
+        (("eval", "kl", "packed", "--teacher", "text.txt"), 4, "text.txt"),
+        (("eval", "kl", "packed", "--teacher", "dump", "--text", "packed/config.json"), 2, "the dump was made from"),
+        (("eval", "ppl", "packed", "--text", "absent"), 2, "expected a UTF-8 text file"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else None,
+)
+def test_mistakes(work, arguments, code, message):
+    def place(word):
+        return work / str(word) if str(word) in {"absent", "packed", "dump", "new", "text.txt", "packed/config.json"} else word
+
+    done = tqtool(*map(place, arguments))
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr.replace(f"{work}/", "")
+    assert "Traceback" not in done.stderr
+    assert not (work / "new").exists()

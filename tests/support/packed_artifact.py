@@ -1,0 +1,62 @@
+"""A packed trellis artifact made by hand from a tiny checkpoint, without the pipeline."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+import tqtool.runtime
+from tests.support.tiny_models import Tiny, write_tiny, write_weights
+from tqtool import native
+from tqtool.formats.trellis import spec_for
+from tqtool.solve.trellis import TrellisOptions, encode_weight
+
+STOCK_MODEL = Path(tqtool.runtime.__file__).parent / "stock_model.py"
+
+
+def write_packed(folder: Path, tiny: Tiny, *, k: int = 3, bits: int = 6) -> Path:
+    """Trellis in all linear layers (down_proj on axis 0), the embedding affine, the rest dense.
+
+    Returns:
+        The artifact; beside it ``<name>-fake`` is its twin with dense float32 weights of the same values.
+    """
+    write_tiny(folder, tiny)
+    twin = folder.with_name(folder.name + "-fake")
+    shutil.copytree(folder, twin)
+    packed: dict[str, NDArray[Any]] = {}
+    dense: dict[str, NDArray[Any]] = {}
+    modules: dict[str, dict[str, Any]] = {}
+    quantization: dict[str, Any] = {"group_size": 64, "bits": bits, "mode": "affine"}
+    for name, tensor in tiny.tensors().items():
+        module = name.removesuffix(".weight")
+        weight = tensor.astype(np.float32)
+        if name.endswith("_proj.weight"):
+            spec = spec_for(weight.shape, k=k, axis=0 if "down" in name else 1)
+            matrix = encode_weight(name, weight, spec, TrellisOptions(k=k, warmup=16))
+            packed[name], packed[f"{module}.scales"] = matrix.words, matrix.scales
+            modules[module] = spec.to_config()
+            values = native.trellis_expand(matrix.words, matrix.scales, spec)
+            dense[name] = np.ascontiguousarray(values if spec.axis == 1 else values.T)
+        elif "embed" in name:
+            parts = mx.quantize(mx.array(weight), group_size=64, bits=bits)
+            packed |= {f"{module}.{part}": np.array(a) for part, a in zip(("weight", "scales", "biases"), parts, strict=True)}
+            dense[name] = np.array(mx.dequantize(*parts, group_size=64, bits=bits))
+            quantization[module] = {"group_size": 64, "bits": bits, "mode": "affine"}
+        else:
+            packed[name], dense[name] = tensor, weight
+    write_weights(folder, packed)
+    write_weights(twin, dense)
+    shutil.copy(STOCK_MODEL, folder / "tqtool_model.py")
+    config = tiny.config() | {
+        "model_file": "tqtool_model.py",
+        "trellis": {"format_version": 1, "modules": modules},
+        "quantization": quantization,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -1,0 +1,268 @@
+"""The artifact writer: layout, order, atomicity, and what a full disk or a dead process leaves."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.support.tensors import all_files, raw_tensors
+from tqtool.artifact import writer as writer_module
+from tqtool.artifact.writer import ArtifactWriter, check_target, plan_shards
+from tqtool.errors import ArtifactError, UserError
+from tqtool.formats.dtypes import DType
+from tqtool.formats.manifest import MANIFEST_NAME
+from tqtool.solve.quantizer import StoredTensor
+
+
+def planned(*sizes: int) -> list[StoredTensor]:
+    return [StoredTensor(name=f"t{i}", dtype=DType.F32, shape=(size,)) for i, size in enumerate(sizes)]
+
+
+def arrays(tensors: list[StoredTensor]) -> list[np.ndarray]:
+    return [np.arange(tensor.shape[0], dtype=np.float32) + index for index, tensor in enumerate(tensors)]
+
+
+def write_all(out: Path, tensors: list[StoredTensor], **options: object) -> ArtifactWriter:
+    with ArtifactWriter(out, tensors, **options) as writer:
+        for tensor, array in zip(tensors, arrays(tensors), strict=True):
+            writer.write(tensor.name, array)
+        writer.commit()
+    return writer
+
+
+def only_entry(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_one_shard_is_readable_by_the_reference_library(tmp_path: Path) -> None:
+    tensors = planned(3, 1, 7)
+    writer = write_all(tmp_path / "out", tensors, total_parameters=11)
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    for tensor, array in zip(tensors, arrays(tensors), strict=True):
+        np.testing.assert_array_equal(loaded[tensor.name], array)
+        assert writer.tensor_sha256[tensor.name] == hashlib.sha256(array.tobytes()).hexdigest()
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_bytes())
+    assert index["metadata"] == {"total_size": 44, "total_parameters": 11}
+    assert index["weight_map"] == dict.fromkeys(("t0", "t1", "t2"), "model.safetensors")
+    header = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert b'"__metadata__":{"format":"mlx"}' in header[:200]
+    assert only_entry(tmp_path) == ["out"]
+
+
+def test_shards_are_cut_and_named_as_mlx_lm_does(tmp_path: Path) -> None:
+    tensors = planned(10, 10, 30, 5, 1)  # bytes 40 40 120 20 4
+    write_all(tmp_path / "out", tensors, max_shard_bytes=100)
+    names = [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
+    shards = {name: sorted(load_file(tmp_path / "out" / name)) for name in names}
+    assert list(shards.values()) == [["t0", "t1"], ["t2"], ["t3", "t4"]]
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_bytes())
+    assert index["weight_map"] == {tensor: name for name in names for tensor in shards[name]}
+    assert list(index["weight_map"]) == sorted(index["weight_map"])
+
+
+@pytest.mark.parametrize("limit", [1, 39, 40, 41, 80, 81, 1 << 30])
+def test_shard_plan_equals_mlx_lms(limit: int) -> None:
+    sizes = [10, 10, 30, 5, 1, 1, 20]
+    ours = [[tensor.name for tensor in shard.tensors] for shard in plan_shards(planned(*sizes), limit)]
+    theirs: list[list[str]] = []  # mlx_lm.utils.make_shards, restated
+    total = 0
+    for tensor in planned(*sizes):
+        if not theirs or total + tensor.nbytes > limit:
+            theirs.append([])
+            total = 0
+        theirs[-1].append(tensor.name)
+        total += tensor.nbytes
+    assert ours == theirs
+
+
+def test_file_records_are_true(tmp_path: Path) -> None:
+    tensors = planned(4)
+    with ArtifactWriter(tmp_path / "out", tensors) as writer:
+        writer.write("t0", arrays(tensors)[0])
+        writer.add_bytes("tqtool/note.txt", b"hello")
+        (tmp_path / "licence").write_bytes(b"terms" * 1000)
+        writer.copy_file("LICENSE", tmp_path / "licence")
+        writer.commit()
+    files = all_files(tmp_path / "out")
+    assert set(files) == set(writer.files)
+    for name, content in files.items():
+        record = writer.files[name]
+        assert (record.size_bytes, record.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+
+
+def test_wrong_tensors_are_refused(tmp_path: Path) -> None:
+    tensors = planned(4, 4)
+    good = arrays(tensors)
+    with ArtifactWriter(tmp_path / "out", tensors) as writer:
+        with pytest.raises(ArtifactError, match=r"writer expected t0 F32 \[4\], got t1 F32 \[4\]"):
+            writer.write("t1", good[1])
+    with ArtifactWriter(tmp_path / "out", tensors) as writer:
+        with pytest.raises(ArtifactError, match=r"expected t0 F32 \[4\], got t0 F32 \[5\]"):
+            writer.write("t0", np.zeros(5, np.float32))
+    with ArtifactWriter(tmp_path / "out", tensors) as writer:
+        with pytest.raises(ArtifactError, match=r"got t0 F16"):
+            writer.write("t0", good[0].astype(np.float16))
+    with ArtifactWriter(tmp_path / "out", planned(4)) as writer:
+        writer.write("t0", good[0])
+        with pytest.raises(ArtifactError, match="every planned tensor is written"):
+            writer.write("t1", good[1])
+    assert only_entry(tmp_path) == []
+
+
+def test_commit_with_a_tensor_missing(tmp_path: Path) -> None:
+    tensors = planned(4, 4)
+    with pytest.raises(ArtifactError, match=r"1 planned tensors were never written, first t1"):
+        with ArtifactWriter(tmp_path / "out", tensors) as writer:
+            writer.write("t0", arrays(tensors)[0])
+            writer.commit()
+    assert only_entry(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["../out.txt", "/tmp/out.txt", "model.safetensors"])
+def test_files_stay_inside_and_are_written_once(tmp_path: Path, name: str) -> None:
+    tensors = planned(4)
+    with ArtifactWriter(tmp_path / "out", tensors) as writer:
+        writer.write("t0", arrays(tensors)[0])
+        with pytest.raises(ArtifactError, match="written twice, or outside"):
+            writer.add_bytes(name, b"x")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_any_exception_removes_everything(tmp_path: Path, error: type[BaseException]) -> None:
+    tensors = planned(4, 4)
+    with pytest.raises(error):
+        with ArtifactWriter(tmp_path / "out", tensors) as writer:
+            writer.write("t0", arrays(tensors)[0])
+            raise error
+    assert only_entry(tmp_path) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def full(handle: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(writer_module.os, "fsync", full)
+    with pytest.raises(ArtifactError, match="model.safetensors: cannot be written") as caught:
+        write_all(tmp_path / "out", planned(4))
+    assert caught.value.exit_code == 4
+    assert "free space" in (caught.value.hint or "")
+    assert only_entry(tmp_path) == []
+
+
+def test_file_size_limit_of_the_system(tmp_path: Path) -> None:
+    """A real EFBIG from the kernel, half-way through a shard."""
+    script = f"""
+import resource, signal, sys
+from pathlib import Path
+import numpy as np
+from tests.unit.test_writer import planned, write_all
+from tqtool.errors import ArtifactError
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+try:
+    write_all(Path({str(tmp_path / "out")!r}), planned(1 << 20))
+except ArtifactError as error:
+    sys.exit(f"{{error.exit_code}} {{error.message}}")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "model.safetensors: cannot be written: File too large" in done.stderr
+    assert done.stderr.startswith("4 ")
+    assert only_entry(tmp_path) == []
+
+
+def test_partial_of_a_dead_process_is_removed(tmp_path: Path) -> None:
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    stale = tmp_path / f".out.partial-{int(dead.stdout)}"
+    live = tmp_path / ".out.partial-1"
+    foreign = tmp_path / ".other.partial-999999999"
+    for folder in (stale, live, foreign):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+    writer = write_all(tmp_path / "out", planned(2))
+    assert writer.notes == [f"removed {stale.name}, left by a run that was killed"]
+    assert only_entry(tmp_path) == sorted([live.name, foreign.name, "out"])
+
+
+def test_existing_empty_folder_is_used(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    write_all(tmp_path / "out", planned(2))
+    assert set(raw_tensors(tmp_path / "out")) == {"t0"}
+
+
+def test_a_folder_filled_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(ArtifactError, match="out: cannot be written"):
+        with ArtifactWriter(out, planned(2)) as writer:
+            writer.write("t0", np.zeros(2, np.float32))
+            out.mkdir()
+            (out / "theirs").write_bytes(b"x")
+            writer.commit()
+    assert all_files(tmp_path) == {"out/theirs": b"x"}
+
+
+def test_targets_that_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(UserError, match="exists and is not a folder"):
+        check_target(tmp_path / "file")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_bytes(b"")
+    with pytest.raises(UserError, match="is not empty"):
+        check_target(tmp_path / "full")
+    with pytest.raises(UserError, match="not empty and not an artifact of tqtool"):
+        check_target(tmp_path / "full", overwrite=True)
+    with pytest.raises(UserError, match="no such folder"):
+        check_target(tmp_path / "missing" / "out")
+    (tmp_path / "link").symlink_to(tmp_path / "full")
+    with pytest.raises(UserError, match="not a folder"):
+        check_target(tmp_path / "link")
+
+
+def test_parent_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module.os, "access", lambda path, mode: False)  # tests may run as root
+    with pytest.raises(UserError, match="no permission to create out in it"):
+        check_target(tmp_path / "out")
+
+
+def test_overwrite_replaces_an_artifact_whole(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with ArtifactWriter(out, planned(2)) as writer:
+        writer.write("t0", np.zeros(2, np.float32))
+        writer.add_bytes(MANIFEST_NAME, b"{}")
+        writer.add_bytes("old.txt", b"")
+        writer.commit()
+    write_all(out, planned(3), overwrite=True)
+    assert "old.txt" not in all_files(out)
+    assert raw_tensors(out)["t0"][1] == (3,)
+    assert only_entry(tmp_path) == ["out"]
+
+
+def test_failed_overwrite_keeps_the_old_one(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "tqtool").mkdir()
+    (out / MANIFEST_NAME).write_bytes(b"old")
+    with pytest.raises(RuntimeError), ArtifactWriter(out, planned(2), overwrite=True) as writer:
+        writer.write("t0", np.zeros(2, np.float32))
+        raise RuntimeError
+    assert all_files(tmp_path) == {f"out/{MANIFEST_NAME}": b"old"}
+
+
+def test_empty_tensors_and_scalars(tmp_path: Path) -> None:
+    tensors = [
+        StoredTensor(name="empty", dtype=DType.F32, shape=(0, 3)),
+        StoredTensor(name="scalar", dtype=DType.BF16, shape=()),
+    ]
+    with ArtifactWriter(tmp_path / "out", tensors) as writer:
+        writer.write("empty", np.zeros((0, 3), np.float32))
+        writer.write("scalar", np.zeros((), DType.BF16.numpy))
+        writer.commit()
+    assert raw_tensors(tmp_path / "out") == {"empty": ("F32", (0, 3), b""), "scalar": ("BF16", (), b"\0\0")}
