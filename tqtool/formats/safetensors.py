@@ -79,9 +79,7 @@ def read_header(path: Path) -> Header:
     infos = [_tensor_info(path, name, entry, data_start) for name, entry in entries.items()]
     infos.sort(key=lambda info: (info.begin, info.end))
     _check_layout(path, infos, data_start, file_bytes)
-    return Header(
-        path=path, tensors={info.name: info for info in infos}, metadata=metadata, file_bytes=file_bytes
-    )
+    return Header(path=path, tensors={info.name: info for info in infos}, metadata=metadata, file_bytes=file_bytes)
 
 
 def build_header(
@@ -101,9 +99,7 @@ def build_header(
     offset = 0
     for name, dtype, shape in tensors:
         if name in relative or name == METADATA_KEY:
-            raise ValueError(
-                f"tensor name {name!r} is {'reserved' if name == METADATA_KEY else 'given twice'}"
-            )
+            raise ValueError(f"tensor name {name!r} is {'reserved' if name == METADATA_KEY else 'given twice'}")
         if any(dim < 0 for dim in shape):
             raise ValueError(f"{name}: negative dimension in shape {list(shape)}")
         end = offset + math.prod(shape) * dtype.itemsize
@@ -124,9 +120,9 @@ def _header_bytes(path: Path) -> tuple[bytes, int]:
             file_bytes = file.seek(0, 2)
             file.seek(0)
             head = file.read(32)
-            _refuse_foreign(path, head, file_bytes)
             length = int.from_bytes(head[:LENGTH_BYTES], "little")
-            _check_length(path, length, file_bytes)
+            if file_bytes < LENGTH_BYTES + 2 or length > min(MAX_HEADER_BYTES, file_bytes - LENGTH_BYTES):
+                raise _bad_length(path, head, length, file_bytes)
             file.seek(LENGTH_BYTES)
             return file.read(length), file_bytes
     except FileNotFoundError:
@@ -135,29 +131,25 @@ def _header_bytes(path: Path) -> tuple[bytes, int]:
         raise SourceError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def _refuse_foreign(path: Path, head: bytes, file_bytes: int) -> None:
+def _bad_length(path: Path, head: bytes, length: int, file_bytes: int) -> SourceError:
+    """Why the first bytes cannot be a header length; only then is another format looked for: `<` is also 60."""
     for magic, what, hint in _FOREIGN:
         if head.startswith(magic):
-            raise SourceError(f"{path}: expected a safetensors file, found {what}", hint=hint)
+            return SourceError(f"{path}: expected a safetensors file, found {what}", hint=hint)
     if file_bytes < LENGTH_BYTES + 2:
-        raise SourceError(
-            f"{path}: expected a safetensors file, found only {file_bytes} bytes",
-            hint="download the file again",
+        return SourceError(
+            f"{path}: expected a safetensors file, found only {file_bytes} bytes", hint="download the file again"
         )
-
-
-def _check_length(path: Path, length: int, file_bytes: int) -> None:
     if length > MAX_HEADER_BYTES:
-        raise SourceError(
+        return SourceError(
             f"{path}: the header claims {length:,} bytes, the format allows {MAX_HEADER_BYTES:,}",
             hint="the file is damaged or not a safetensors file; download it again",
         )
-    if LENGTH_BYTES + length > file_bytes:
-        raise SourceError(
-            f"{path}: the header claims {length:,} bytes, the file has only "
-            f"{file_bytes - LENGTH_BYTES:,} after the length field",
-            hint="the file is truncated; download it again",
-        )
+    return SourceError(
+        f"{path}: the header claims {length:,} bytes, the file has only "
+        f"{file_bytes - LENGTH_BYTES:,} after the length field",
+        hint="the file is truncated; download it again",
+    )
 
 
 def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
@@ -166,9 +158,7 @@ def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
         if len(found) != len(items):
             names = [name for name, _ in items]
             twice = next(name for name in names if names.count(name) > 1)
-            raise SourceError(
-                f"{path}: the header names {twice!r} twice", hint="the file must be written again"
-            )
+            raise SourceError(f"{path}: the header names {twice!r} twice", hint="the file must be written again")
         return found
 
     try:
@@ -207,20 +197,15 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
         raise SourceError(f"{where}: shape must be a list of sizes, found {_short(entry['shape'])}")
     offsets = entry["data_offsets"]
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise SourceError(
-            f"{where}: data_offsets must be [begin, end] with begin <= end, found {_short(offsets)}"
-        )
+        raise SourceError(f"{where}: data_offsets must be [begin, end] with begin <= end, found {_short(offsets)}")
     shape = tuple(entry["shape"])
     expected = math.prod(shape) * dtype.itemsize
     found = offsets[1] - offsets[0]
     if found != expected:
         raise SourceError(
-            f"{where}: {dtype} {_short(list(shape))} needs {_count(expected)} bytes, "
-            f"data_offsets give {_count(found)}"
+            f"{where}: {dtype} {_short(list(shape))} needs {_count(expected)} bytes, data_offsets give {_count(found)}"
         )
-    return TensorInfo(
-        name=name, dtype=dtype, shape=shape, begin=data_start + offsets[0], end=data_start + offsets[1]
-    )
+    return TensorInfo(name=name, dtype=dtype, shape=shape, begin=data_start + offsets[0], end=data_start + offsets[1])
 
 
 def _dtype(where: str, value: Any) -> DType:
