@@ -1,7 +1,4 @@
-"""Hub ids against a cache laid out as huggingface_hub lays it out; nothing here asks the network.
-
-huggingface_hub reads its environment when it is imported, so each case runs in a process of its own.
-"""
+"""Hub ids against a cache laid out as huggingface_hub lays it out; nothing here asks the network."""
 
 from __future__ import annotations
 
@@ -12,25 +9,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from tests.support.tiny_models import write_tiny
+from tqtool.errors import SourceError
+from tqtool.source.checkpoint import open_checkpoint
 from tqtool.source.hub import is_hub_id
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER = "f" * 40
 
 OPEN = """
-import json, sys
-from tqtool.errors import TqError
+import sys
 from tqtool.source.checkpoint import open_checkpoint
-try:
-    checkpoint = open_checkpoint(sys.argv[1], revision=sys.argv[2] or None)
-except TqError as error:
-    print(json.dumps({"code": error.exit_code, "message": error.message, "hint": error.hint}))
-else:
-    origin = checkpoint.origin
-    print(json.dumps({"kind": origin.kind, "location": origin.location, "revision": origin.revision,
-                      "path": str(checkpoint.path), "files": [f.name for f in checkpoint.files]}))
+checkpoint = open_checkpoint(sys.argv[1])
+print(checkpoint.origin.kind, checkpoint.origin.location, checkpoint.origin.revision, checkpoint.path)
 """
 
 
@@ -50,66 +43,72 @@ def cache_with_model(root: Path, *, commit: str = COMMIT, ref: str = "main", lic
     return snapshot
 
 
-def open_offline(root: Path, repo: str, revision: str = "") -> dict[str, object]:
-    environment = {**os.environ, "HF_HUB_CACHE": str(root), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", OPEN, repo, revision],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment,
-        cwd=root,
-    )
-    result: dict[str, object] = json.loads(done.stdout)
-    return result
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder that huggingface_hub uses, offline; its constants are read at each call."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def test_a_cached_snapshot_opens_with_its_commit(tmp_path: Path) -> None:
+def test_the_environment_is_honoured(tmp_path: Path) -> None:
     snapshot = cache_with_model(tmp_path)
-    result = open_offline(tmp_path, "org/tiny")
-    assert (result["kind"], result["location"], result["revision"]) == ("hub", "org/tiny", COMMIT)
-    assert result["path"] == str(snapshot)
-    assert "LICENSE" in result["files"]  # type: ignore[operator]
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN, "org/tiny"], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout.split() == ["hub", "org/tiny", COMMIT, str(snapshot)]
+
+
+def test_a_cached_snapshot_opens_with_its_commit(offline: Path) -> None:
+    snapshot = cache_with_model(offline)
+    checkpoint = open_checkpoint("org/tiny")
+    origin = checkpoint.origin
+    assert (origin.kind, origin.location, origin.revision) == ("hub", "org/tiny", COMMIT)
+    assert checkpoint.path == snapshot
+    assert "LICENSE" in [path.name for path in checkpoint.files]
 
 
 @pytest.mark.parametrize("revision", ["v2", OTHER])
-def test_revision_picks_the_snapshot(tmp_path: Path, revision: str) -> None:
-    cache_with_model(tmp_path)
-    cache_with_model(tmp_path, commit=OTHER, ref="v2")
-    assert open_offline(tmp_path, "org/tiny", revision)["revision"] == OTHER
+def test_revision_picks_the_snapshot(offline: Path, revision: str) -> None:
+    cache_with_model(offline)
+    cache_with_model(offline, commit=OTHER, ref="v2")
+    assert open_checkpoint("org/tiny", revision=revision).origin.revision == OTHER
 
 
-def test_a_snapshot_made_by_a_loader_lacks_only_the_licence(tmp_path: Path) -> None:
-    cache_with_model(tmp_path, licence=False)
-    result = open_offline(tmp_path, "org/tiny")
-    assert result["revision"] == COMMIT
-    assert "LICENSE" not in result["files"]  # type: ignore[operator]
+def test_a_snapshot_made_by_a_loader_lacks_only_the_licence(offline: Path) -> None:
+    cache_with_model(offline, licence=False)
+    checkpoint = open_checkpoint("org/tiny")
+    assert checkpoint.origin.revision == COMMIT
+    assert "LICENSE" not in [path.name for path in checkpoint.files]
 
 
-def test_a_partial_snapshot_is_refused(tmp_path: Path) -> None:
-    (cache_with_model(tmp_path) / "model.safetensors").unlink()
-    result = open_offline(tmp_path, "org/tiny")
-    assert result["code"] == 2
-    assert "only part of the snapshot is in the local cache" in str(result["message"])
+def test_a_partial_snapshot_is_refused(offline: Path) -> None:
+    (cache_with_model(offline) / "model.safetensors").unlink()
+    with pytest.raises(SourceError, match="org/tiny: only part of the snapshot is in the local cache"):
+        open_checkpoint("org/tiny")
 
 
-@pytest.mark.parametrize("revision", ["", "v9"])
-def test_offline_and_not_cached(tmp_path: Path, revision: str) -> None:
+@pytest.mark.parametrize("revision", [None, "v9"])
+def test_offline_and_not_cached(offline: Path, revision: str | None) -> None:
     if revision:
-        cache_with_model(tmp_path)
-    result = open_offline(tmp_path, "org/tiny", revision)
-    assert result["code"] == 2
+        cache_with_model(offline)
     name = f"org/tiny@{revision}" if revision else "org/tiny"
-    assert str(result["message"]).startswith(f"{name}: no such folder here, not in the local Hugging Face cache")
-    assert "HF_HUB_OFFLINE" in str(result["hint"])
+    with pytest.raises(
+        SourceError, match=f"{name}: no such folder here, not in the local Hugging Face cache"
+    ) as caught:
+        open_checkpoint("org/tiny", revision=revision)
+    assert "HF_HUB_OFFLINE" in (caught.value.hint or "")
+    assert caught.value.exit_code == 2
 
 
-def test_a_local_folder_of_that_name_wins(tmp_path: Path) -> None:
-    cache_with_model(tmp_path)
-    (tmp_path / "org").mkdir()
-    write_tiny(tmp_path / "org" / "tiny")
-    result = open_offline(tmp_path, "org/tiny")
-    assert (result["kind"], result["revision"]) == ("folder", None)
+def test_a_local_folder_of_that_name_wins(offline: Path) -> None:
+    cache_with_model(offline)
+    (offline / "org").mkdir()
+    write_tiny(offline / "org" / "tiny")
+    origin = open_checkpoint("org/tiny").origin
+    assert (origin.kind, origin.revision) == ("folder", None)
 
 
 @pytest.mark.parametrize(
