@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from tests.support.packed_artifact import write_packed
 from tests.support.tiny_models import Tiny
+from tqtool.cli.app import main
 
 MAIN = "import sys; from tqtool.cli.app import main; sys.argv[0] = 'tqtool'; main()"
 
 
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
 def tqtool(*arguments):
-    return subprocess.run([sys.executable, "-c", MAIN, *map(str, arguments)], capture_output=True, text=True, check=False)
+    """Run the entry point in this process: starting one costs seconds of imports."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["tqtool", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+    return Done(caught.value.code or 0, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +63,9 @@ def test_packed_scores_zero_against_its_fake_twin(work, compute):
 
 
 def test_self_score_is_zero_from_another_process(work):
-    done = tqtool("eval", "kl", work / "packed-fake", "--teacher", work / "dump", "--text", work / "text.txt", "--json")
+    arguments = ("eval", "kl", work / "packed-fake", "--teacher", work / "dump", "--text", work / "text.txt", "--json")
+    command = [sys.executable, "-c", MAIN, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     report = json.loads(done.stdout)
     assert (report["kl"]["mean"], report["kl_max"], report["flip_count"]) == (0.0, 0.0, 0)
 
@@ -77,7 +96,9 @@ def test_generate_is_the_same_packed_and_dense(work):
 
 
 def test_generate_streams_to_stdout_and_counts_on_stderr(work):
-    done = tqtool("generate", work / "packed", "--prompt", "w5", "--raw", "-m", 3, "--temp", 0.7, "--top-p", 0.9, "--verbose")
+    done = tqtool(
+        "generate", work / "packed", "--prompt", "w5", "--raw", "-m", 3, "--temp", 0.7, "--top-p", 0.9, "--verbose"
+    )
     assert done.returncode == 0, done.stderr
     assert "14 trellis layers, packed, float32" in done.stderr
     assert "answer 3 tokens" in done.stderr
@@ -111,7 +132,11 @@ def test_sampling_repeats_with_its_seed(work):
 )
 def test_mistakes(work, arguments, code, message):
     def place(word):
-        return work / str(word) if str(word) in {"absent", "packed", "dump", "new", "text.txt", "packed/config.json"} else word
+        return (
+            work / str(word)
+            if str(word) in {"absent", "packed", "dump", "new", "text.txt", "packed/config.json"}
+            else word
+        )
 
     done = tqtool(*map(place, arguments))
     assert done.returncode == code, done.stderr

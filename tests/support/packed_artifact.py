@@ -45,7 +45,9 @@ def write_packed(folder: Path, tiny: Tiny, *, k: int = 3, bits: int = 6) -> Path
             dense[name] = np.ascontiguousarray(values if spec.axis == 1 else values.T)
         elif "embed" in name:
             parts = mx.quantize(mx.array(weight), group_size=64, bits=bits)
-            packed |= {f"{module}.{part}": np.array(a) for part, a in zip(("weight", "scales", "biases"), parts, strict=True)}
+            packed |= {
+                f"{module}.{part}": np.array(a) for part, a in zip(("weight", "scales", "biases"), parts, strict=True)
+            }
             dense[name] = np.array(mx.dequantize(*parts, group_size=64, bits=bits))
             quantization[module] = {"group_size": 64, "bits": bits, "mode": "affine"}
         else:

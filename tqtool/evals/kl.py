@@ -164,8 +164,8 @@ def score_window(index: int, teacher: TeacherWindow, logits: NDArray[np.float32]
         kl=kl,
         nll=sums.all - gather(logits, teacher.tokens[1:]),
         teacher_nll=teacher.log_sum_exp - teacher.target_logits,
-        teacher_tail=np.exp(log_p_tail),
-        model_tail=np.exp(log_q_tail),
+        teacher_tail=np.exp(teacher.tail_log_sum_exp - teacher.log_sum_exp),
+        model_tail=np.exp(sums.tail - sums.all),
         flips=tuple(_flips(index, teacher, logits)),
     )
 

@@ -170,7 +170,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
     try:
         config = load_config(folder)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ArtifactError(f"{folder / 'config.json'}: cannot be read ({error})") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ArtifactError(f"{folder / 'config.json'}: expected a model configuration with a model_type")

@@ -14,7 +14,6 @@ are its state. Weight = f32(code(state)) · f32(scale[row]). Axis 1 stores [out,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -33,11 +32,11 @@ BYTE_SUM_CODES = {
 """Multiplier, addend, unit: x = state·multiplier + addend mod 2^32, value (byte sum of x - 510)·f32(1/unit)."""
 
 
-@dataclass
 class ModelArgs:
-    """What mlx-lm hands from ``config.json`` to ``Model``."""
+    """What mlx-lm hands from ``config.json`` to ``Model``. No dataclass: mlx-lm runs this file as no module."""
 
-    config: dict[str, Any]
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> ModelArgs:

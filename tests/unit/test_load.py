@@ -1,0 +1,212 @@
+"""Loading: what each kind of artifact becomes, and what bad folders get."""
+
+from __future__ import annotations
+
+import json
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from tests.support.packed_artifact import write_packed
+from tests.support.tiny_models import Tiny, write_tiny, write_weights
+from tqtool.errors import ArtifactError, UserError
+from tqtool.runtime.linear import NativeTrellisLinear
+from tqtool.runtime.load import load
+
+TINY = Tiny(hidden=96, intermediate=160, heads=3, kv_heads=1, head_dim=32, tied=True)
+TOKENS = mx.array([[5, 9, 31, 7, 7, 200, 3, 11]])
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    return write_packed(tmp_path_factory.mktemp("packed") / "model", Tiny(hidden=128, intermediate=200))
+
+
+def logits(loaded, tokens=TOKENS):
+    return np.array(loaded.model(tokens)[0])
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def quantized(folder, tiny, *, bits, group_size, mode):
+    """A stock mlx-lm folder of ``tiny`` with every layer packed by mlx."""
+    write_tiny(folder, tiny)
+    tensors = {}
+    for name, tensor in tiny.tensors().items():
+        if tensor.ndim == 2:
+            weight = mx.array(tensor.astype(np.float32)).astype(mx.bfloat16)
+            parts = mx.quantize(weight, group_size=group_size, bits=bits, mode=mode)
+            for part, array in zip(("weight", "scales", "biases"), parts, strict=False):
+                tensors[name.replace(".weight", f".{part}")] = array
+        else:
+            tensors[name] = mx.array(tensor.astype(np.float32)).astype(mx.bfloat16)
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "mlx"})
+    edit_config(folder, quantization={"group_size": group_size, "bits": bits, "mode": mode})
+    return folder
+
+
+def test_float_folder_runs_in_float32(tmp_path):
+    loaded = load(write_tiny(tmp_path / "m", TINY))
+    assert {str(value.dtype) for _, value in tree_flatten(loaded.model.parameters())} == {"mlx.core.float32"}
+    assert loaded.report.dtype == "float32"
+    assert loaded.report.n_expanded == 0
+    assert loaded.tokenizer.eos_token_ids == {2}
+
+
+def test_dtype_can_be_chosen(tmp_path):
+    loaded = load(write_tiny(tmp_path / "m", TINY), dtype="bfloat16")
+    assert {str(value.dtype) for _, value in tree_flatten(loaded.model.parameters())} == {"mlx.core.bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "bits", "group_size"),
+    [("affine", 3, 32), ("affine", 8, 32), ("mxfp4", 4, 32), ("nvfp4", 4, 16), ("mxfp8", 8, 32)],
+)
+def test_expanding_changes_no_weight(tmp_path, mode, bits, group_size):
+    folder = quantized(tmp_path / "m", TINY, bits=bits, group_size=group_size, mode=mode)
+    kept, expanded = load(folder), load(folder, compute="expand")
+    classes = {type(module) for _, module in expanded.model.named_modules()}
+    assert not classes & {nn.QuantizedLinear, nn.QuantizedEmbedding}
+    assert expanded.report.n_expanded == 7 * TINY.layers + 1
+    assert expanded.report.kept_packed == ()
+    # The same float32 values on both sides, summed in another order: a few hundred roundings of 6e-8.
+    np.testing.assert_allclose(logits(expanded), logits(kept), atol=1e-4 * np.abs(logits(kept)).max())
+    # bf16 scales must be widened before dequantization: not every weight may be a bf16 number.
+    weight = np.array(expanded.model.model.layers[0].mlp.up_proj.weight)
+    if mode == "affine":
+        assert (weight.view(np.uint32) & 0xFFFF).any()
+
+
+def test_packed_equals_its_dense_twin(packed):
+    twin = load(packed.with_name("model-fake"))
+    kept, expanded = load(packed), load(packed, compute="expand")
+    assert kept.report.n_trellis == 14
+    assert isinstance(kept.model.model.layers[0].mlp.down_proj, NativeTrellisLinear)
+    assert expanded.report.n_expanded == 15
+    for name, value in tree_flatten(expanded.model.parameters()):
+        if "embed" not in name:
+            np.testing.assert_array_equal(np.array(value), np.array(dict(tree_flatten(twin.model.parameters()))[name]))
+    reference = logits(twin)
+    for other in (kept, expanded):
+        np.testing.assert_allclose(logits(other), reference, atol=1e-4 * np.abs(reference).max())
+        one = logits(other, TOKENS[:, :1])  # one row: the packed matvec
+        np.testing.assert_allclose(one, reference[:1], atol=1e-4 * np.abs(reference).max())
+
+
+def test_trellis_scales_keep_their_type(packed):
+    layer = load(packed).model.model.layers[1].self_attn.q_proj
+    assert (layer.weight.dtype, layer.scales.dtype) == (mx.uint32, mx.float16)
+
+
+def test_the_module_file_of_an_artifact_is_never_run(packed, tmp_path):
+    (packed / "tqtool_model.py").write_text("raise SystemExit('executed')\n")
+    assert load(packed).report.n_trellis == 14
+
+
+def test_not_a_model_folder(tmp_path):
+    with pytest.raises(UserError, match="expected a model folder, found no such folder"):
+        load(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"no config\.json in it"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("argument", [{"compute": "dense"}, {"dtype": "float64"}])
+def test_unknown_choices(tmp_path, argument):
+    with pytest.raises(UserError, match="expected one of"):
+        load(tmp_path, **argument)
+
+
+def test_custom_code_is_refused(tmp_path):
+    folder = write_tiny(tmp_path / "m", TINY)
+    edit_config(folder, model_file="own.py")
+    with pytest.raises(UserError, match=r"brings its own code \(own.py\)"):
+        load(folder)
+
+
+def test_unknown_architecture(tmp_path):
+    folder = write_tiny(tmp_path / "m", TINY)
+    edit_config(folder, model_type="nonesuch")
+    with pytest.raises(UserError, match="Model type nonesuch not supported"):
+        load(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"hidden_size": 4}'])
+def test_damaged_config(tmp_path, text):
+    folder = write_tiny(tmp_path / "m", TINY)
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ArtifactError, match=r"config\.json"):
+        load(folder)
+
+
+def test_damaged_weights(tmp_path):
+    folder = write_tiny(tmp_path / "m", TINY)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
+    with pytest.raises(ArtifactError, match=r"model\.safetensors"):
+        load(folder)
+    weights.unlink()
+    with pytest.raises(UserError, match=r"no model\*\.safetensors"):
+        load(folder)
+
+
+def test_missing_tensor_and_missing_tokenizer(tmp_path):
+    folder = write_tiny(tmp_path / "m", TINY, tokenizer=False)
+    with pytest.raises(UserError, match="no tokenizer files"):
+        load(folder)
+    tensors = TINY.tensors()
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    write_weights(folder, tensors)
+    with pytest.raises(ArtifactError, match="the weights do not fit the model: Missing 1 parameters"):
+        load(folder)
+
+
+def test_unknown_format_version(packed, tmp_path):
+    trellis = json.loads((packed / "config.json").read_text())["trellis"]
+    folder = copy(packed, tmp_path)
+    edit_config(folder, trellis=trellis | {"format_version": 2})
+    with pytest.raises(ArtifactError, match="format_version: expected 1, found 2"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": 2}, r"q_proj\.weight: config.json promises U32 \[128, 8\], the file holds U32 \[128, 12\]"),
+        ({"rows": 129}, r"q_proj\.weight: config.json promises"),
+        ({"window": 13}, "expected 12, 14 or 16"),
+        ({"extra": 1}, "expected the keys"),
+    ],
+)
+def test_spec_and_tensors_disagree(packed, tmp_path, change, message):
+    folder = copy(packed, tmp_path)
+    trellis = json.loads((folder / "config.json").read_text())["trellis"]
+    trellis["modules"]["model.layers.0.self_attn.q_proj"] |= change
+    edit_config(folder, trellis=trellis)
+    with pytest.raises(ArtifactError, match=message):
+        load(folder)
+
+
+def test_a_spec_of_another_shape_than_the_model(packed, tmp_path):
+    folder = copy(packed, tmp_path)
+    trellis = json.loads((folder / "config.json").read_text())["trellis"]
+    spec = trellis["modules"]["model.layers.0.self_attn.o_proj"]
+    spec["axis"] = 0  # square, so the tensors still fit
+    spec_up = trellis["modules"]["model.layers.0.mlp.up_proj"]
+    spec_up["axis"] = 0
+    edit_config(folder, trellis=trellis)
+    with pytest.raises(
+        ArtifactError, match=r"up_proj: expected \[out, in\] = \[200, 128\], its spec says \[128, 200\]"
+    ):
+        load(folder)
+
+
+def copy(folder, tmp_path):
+    import shutil
+
+    return shutil.copytree(folder, tmp_path / "copy")
