@@ -123,7 +123,9 @@ def test_killed_in_mid_write(tmp_path: Path, kind: signal.Signals) -> None:
     partial = f".out.partial-{child.pid}"
     assert left == ([partial, "source"] if kind is signal.SIGKILL else ["source"])
 
-    done = subprocess.run([sys.executable, "-c", SLOW_CHILD.replace("time.sleep(0.2)", ""), str(source), str(out)], check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW_CHILD.replace("time.sleep(0.2)", ""), str(source), str(out)], check=False
+    )
     assert done.returncode == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
     assert verify_artifact(out, depth="none").is_good

@@ -24,7 +24,9 @@ HASH = "ab" * 32
 
 
 def example() -> Manifest:
-    stored = StoredRecord(name="a.weight", dtype="U32", shape=[2, 8], file="model.safetensors", size_bytes=64, sha256=HASH)
+    stored = StoredRecord(
+        name="a.weight", dtype="U32", shape=[2, 8], file="model.safetensors", size_bytes=64, sha256=HASH
+    )
     return Manifest(
         kind="affine",
         source=SourceRecord(kind="hub", location="org/name", revision="0123", content_sha256=HASH),

@@ -47,9 +47,7 @@ def test_default_packs_every_divisible_module() -> None:
 def test_indivisible_width_stays_dense_with_a_note() -> None:
     choices = resolve(outputs(), default=Q4, rules=[], dtype_of=lambda output: DType.BF16)
     assert choices.notes == {
-        "model.layers.1.mlp.down_proj.weight": (
-            "kept dense: input dimension 96 is not divisible by group size 64",
-        )
+        "model.layers.1.mlp.down_proj.weight": ("kept dense: input dimension 96 is not divisible by group size 64",)
     }
     assert isinstance(choices.quantizers["model.layers.1.mlp.down_proj.weight"], FloatStore)
 

@@ -94,6 +94,7 @@ def execute(job: Job, progress: Progress, check: Check | None) -> Manifest:
                 writer.write(name, array)
             notes = (*job.extras.notes.get(work.output.name, ()), *result.notes)
             records.append(tensor_record(work, result, notes, reader.sha256[work.output.source], writer))
+            del result  # not held while the next tensor is read
             progress(work.parameters, work.output.name)
         manifest = _write_companions(job, writer, reader, records)
         if check is not None:

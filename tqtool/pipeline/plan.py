@@ -8,18 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tqtool.solve.quantizer import Quantizer, RowQuantizer, StoredTensor
+from tqtool.solve.quantizer import Quantizer, RowQuantizer, StoredTensor, scratch_bytes
 from tqtool.source.checkpoint import Checkpoint
 from tqtool.transform.plan import OutputTensor
 
-BASE_MEMORY_BYTES = 160 << 20
-"""Interpreter, numpy, MLX and the chunks in flight: measured, see benchmarks/bench_convert.py."""
-
-CHUNK_BYTES = 32 << 20
-"""Rows in flight when a tensor is packed while it is read."""
-
-FOLD_COPIES = 2
-"""float32 arrays alive at once while folds are applied."""
+BASE_MEMORY_BYTES = 80 << 20
+"""Interpreter, numpy and MLX: measured 75 MB, see tests/e2e/test_convert_limits.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,15 +164,20 @@ def totals_of(checkpoint: Checkpoint, works: Sequence[Work], *, n_shards: int, o
         bits_per_weight=8 * tensor_bytes / max(1, parameters),
         bits_per_source_weight=8 * tensor_bytes / max(1, source_parameters),
         code_bits_per_weight=8 * code_bytes / max(1, parameters),
-        peak_memory_bytes=BASE_MEMORY_BYTES + max((_live_bytes(checkpoint, work) for work in works), default=0),
+        peak_memory_bytes=peak_memory_bytes(checkpoint, works),
         disk_bytes=tensor_bytes + other_bytes,
     )
 
 
+def peak_memory_bytes(checkpoint: Checkpoint, works: Sequence[Work]) -> int:
+    """Estimate: the process, the largest scratch (MLX and malloc keep it between tensors), the largest tensor."""
+    scratch = max((scratch_bytes(work.quantizer) for work in works), default=0)
+    return BASE_MEMORY_BYTES + scratch + max((_live_bytes(checkpoint, work) for work in works), default=0)
+
+
 def _live_bytes(checkpoint: Checkpoint, work: Work) -> int:
-    """Bytes alive at once for one tensor: source, float32 copies, result."""
-    source = checkpoint.tensors[work.output.source].nbytes
+    """Bytes alive at once for one tensor: first source and float32 copy, then float32 and result."""
     if not work.output.ops and isinstance(work.quantizer, RowQuantizer):
-        return min(source, CHUNK_BYTES) + 2 * work.stored_bytes
-    copies = FOLD_COPIES if work.output.ops else 1
-    return source + copies * 4 * work.parameters + work.stored_bytes
+        return work.stored_bytes
+    float32 = 4 * work.parameters
+    return float32 + max(checkpoint.tensors[work.output.source].nbytes, work.stored_bytes)

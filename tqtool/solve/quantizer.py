@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from tqtool.formats.dtypes import DType
 
+DEFAULT_SCRATCH_BYTES = 64 << 20
+
 ReadRows = Callable[[int, int], NDArray[Any]]
 ConfigEntry = dict[str, Any] | Literal[False] | None
 
@@ -72,6 +74,11 @@ class RowQuantizer(Protocol):
 
     def run_rows(self, name: str, shape: tuple[int, ...], read_rows: ReadRows) -> QuantResult:
         """Quantize a weight of ``shape`` through ``read_rows(start, stop)``."""
+
+
+def scratch_bytes(quantizer: Quantizer) -> int:
+    """Memory ``run`` needs beyond its input and result: the quantizer's own ``scratch_bytes``, or a plain guess."""
+    return int(getattr(quantizer, "scratch_bytes", DEFAULT_SCRATCH_BYTES))
 
 
 def module_of(name: str) -> str:

@@ -63,6 +63,11 @@ class FloatStore:
         """``bf16``, ``f16``, ``f32`` or the safetensors name of another dtype."""
         return _SHORT.get(self.dtype, self.dtype.value.lower())
 
+    @property
+    def scratch_bytes(self) -> int:
+        """The cast returns its result and nothing else."""
+        return 0
+
     def outputs(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
         """The tensor itself."""
         return (StoredTensor(name=name, dtype=self.dtype, shape=tuple(shape)),)
@@ -100,6 +105,11 @@ class AffineRtn:
     def label(self) -> str:
         """``affine4 g64`` or the name of the floating-point mode."""
         return f"affine{self.bits} g{self.group_size}" if self.mode == "affine" else self.mode
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Chunks in flight: the floating-point modes build float32 temporaries of each."""
+        return (32 if self.mode == "affine" else 128) << 20
 
     def outputs(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
         """``.weight`` uint32 words, ``.scales`` and, for affine, ``.biases``."""
