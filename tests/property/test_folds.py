@@ -131,6 +131,13 @@ def test_the_identity_plan_changes_nothing() -> None:
     assert all(np.array_equal(folded[name], weights[name]) for name in weights)
 
 
+def test_zero_centred_gains_fold_as_one_plus_w() -> None:
+    rng = np.random.default_rng(12)
+    arrays = {"w": rng.standard_normal((5, 36)), "g": rng.standard_normal(36)}
+    output = OutputTensor(name="w", source="w", shape=(5, 36), ops=(ScaleInput(gain="g", offset=1.0),))
+    assert np.array_equal(apply_folds(output, arrays.__getitem__, dtype=np.float64), arrays["w"] * (1 + arrays["g"]))
+
+
 # ----------------------------------------------------------------------------------------------- planted faults
 def _every(plan: TransformPlan, change: Callable[[OutputTensor], OutputTensor]) -> TransformPlan:
     return dataclasses.replace(plan, outputs=tuple(change(output) for output in plan.outputs))
