@@ -40,8 +40,6 @@ def resolve_snapshot(repo: str, *, revision: str | None) -> tuple[Path, str | No
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
         IncompleteSnapshotError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
@@ -76,9 +74,10 @@ def resolve_snapshot(repo: str, *, revision: str | None) -> tuple[Path, str | No
             f"{at}: no such folder here, not in the local Hugging Face cache, and the hub cannot be reached",
             hint="unset HF_HUB_OFFLINE, check the connection, or give the folder of a copy",
         ) from error
-    except (HFValidationError, HfHubHTTPError, OSError) as error:
+    except Exception as error:  # whatever the transport raises half-way: another library for each hub version
         raise SourceError(
-            f"{at}: cannot be fetched from the hub ({error})", hint="try again, or give a local folder"
+            f"{at}: cannot be fetched from the hub ({type(error).__name__}: {error})",
+            hint="try again, or give the folder of a copy",
         ) from error
     path = Path(folder)
     return path, path.name if _COMMIT.fullmatch(path.name) else None

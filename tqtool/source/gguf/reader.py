@@ -267,6 +267,8 @@ def _read_tensor_entry(cursor: _Cursor, index: int, total: int) -> _Entry:
     if not 1 <= n_dims <= 4:
         raise SourceError(f"{cursor.path}: tensor {name!r} has {n_dims} dimensions, expected 1 to 4", hint=_AGAIN)
     dims = struct.unpack(f"<{n_dims}Q", cursor.take(8 * n_dims, what))
+    if 0 in dims:
+        raise SourceError(f"{cursor.path}: tensor {name!r} has the shape {list(dims[::-1])}", hint=_AGAIN)
     code = int(cursor.scalar("<I", what))
     return _Entry(name=name, dims=dims, code=code, offset=int(cursor.scalar("<Q", what)))
 
