@@ -38,7 +38,7 @@ print(json.dumps({"peak": peak, "estimate": job.plan.totals.peak_memory_bytes}))
 
 
 def write_wide(folder: Path, layers: int) -> Path:
-    """A checkpoint of ``layers`` layers whose values repeat, written shard by shard so that this test stays small too."""
+    """A checkpoint of ``layers`` layers whose values repeat, streamed so that the test stays small too."""
     tiny = Tiny(**{**WIDE.__dict__, "layers": layers})
     write_tiny(folder, Tiny(layers=1), tokenizer=True)
     (folder / "config.json").write_text(json.dumps(tiny.config()))

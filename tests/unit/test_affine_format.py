@@ -19,9 +19,7 @@ def ids(spec: AffineSpec) -> str:
 
 
 def packed(spec: AffineSpec, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    parts = mx.quantize(
-        mx.array(weight), group_size=spec.group_size, bits=spec.bits, mode=spec.mode, stream=mx.cpu
-    )
+    parts = mx.quantize(mx.array(weight), group_size=spec.group_size, bits=spec.bits, mode=spec.mode, stream=mx.cpu)
     arrays = [np.array(part) for part in parts]
     return arrays[0], arrays[1], arrays[2] if len(arrays) == 3 else None
 

@@ -11,7 +11,7 @@ from tqtool.errors import NumericalError, UserError
 from tqtool.formats.affine import AFFINE_BITS, AFFINE_GROUPS, FP_MODES
 from tqtool.formats.dtypes import DType, dtype_of
 from tqtool.solve import rtn
-from tqtool.solve.quantizer import QuantResult, Quantizer, RowQuantizer
+from tqtool.solve.quantizer import Quantizer, QuantResult, RowQuantizer
 from tqtool.solve.rtn import AffineRtn, FloatStore
 
 NAME = "model.layers.0.mlp.up_proj.weight"

@@ -99,31 +99,29 @@ def test_file_records_are_true(tmp_path: Path) -> None:
         assert (record.size_bytes, record.sha256) == (len(content), hashlib.sha256(content).hexdigest())
 
 
-def test_wrong_tensors_are_refused(tmp_path: Path) -> None:
-    tensors = planned(4, 4)
-    good = arrays(tensors)
-    with ArtifactWriter(tmp_path / "out", tensors) as writer:
-        with pytest.raises(ArtifactError, match=r"writer expected t0 F32 \[4\], got t1 F32 \[4\]"):
-            writer.write("t1", good[1])
-    with ArtifactWriter(tmp_path / "out", tensors) as writer:
-        with pytest.raises(ArtifactError, match=r"expected t0 F32 \[4\], got t0 F32 \[5\]"):
-            writer.write("t0", np.zeros(5, np.float32))
-    with ArtifactWriter(tmp_path / "out", tensors) as writer:
-        with pytest.raises(ArtifactError, match=r"got t0 F16"):
-            writer.write("t0", good[0].astype(np.float16))
-    with ArtifactWriter(tmp_path / "out", planned(4)) as writer:
-        writer.write("t0", good[0])
-        with pytest.raises(ArtifactError, match="every planned tensor is written"):
-            writer.write("t1", good[1])
-    assert only_entry(tmp_path) == []
+def write_these(out: Path, tensors: list[StoredTensor], given: list[tuple[str, np.ndarray]]) -> None:
+    with ArtifactWriter(out, tensors) as writer:
+        for name, array in given:
+            writer.write(name, array)
+        writer.commit()
 
 
-def test_commit_with_a_tensor_missing(tmp_path: Path) -> None:
-    tensors = planned(4, 4)
-    with pytest.raises(ArtifactError, match=r"1 planned tensors were never written, first t1"):
-        with ArtifactWriter(tmp_path / "out", tensors) as writer:
-            writer.write("t0", arrays(tensors)[0])
-            writer.commit()
+ZEROS = np.zeros(4, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([("t1", ZEROS)], r"writer expected t0 F32 \[4\], got t1 F32 \[4\]"),
+        ([("t0", np.zeros(5, np.float32))], r"expected t0 F32 \[4\], got t0 F32 \[5\]"),
+        ([("t0", np.zeros(4, np.float16))], "got t0 F16"),
+        ([("t0", ZEROS), ("t1", ZEROS), ("t2", ZEROS)], "every planned tensor is written"),
+        ([("t0", ZEROS)], "1 planned tensors were never written, first t1 of model"),
+    ],
+)
+def test_wrong_tensors_are_refused(tmp_path: Path, given: list[tuple[str, np.ndarray]], message: str) -> None:
+    with pytest.raises(ArtifactError, match=message):
+        write_these(tmp_path / "out", planned(4, 4), given)
     assert only_entry(tmp_path) == []
 
 
@@ -136,13 +134,16 @@ def test_files_stay_inside_and_are_written_once(tmp_path: Path, name: str) -> No
             writer.add_bytes(name, b"x")
 
 
+def write_and_raise(out: Path, error: type[BaseException], **options: object) -> None:
+    with ArtifactWriter(out, planned(4, 4), **options) as writer:
+        writer.write("t0", ZEROS)
+        raise error
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_any_exception_removes_everything(tmp_path: Path, error: type[BaseException]) -> None:
-    tensors = planned(4, 4)
     with pytest.raises(error):
-        with ArtifactWriter(tmp_path / "out", tensors) as writer:
-            writer.write("t0", arrays(tensors)[0])
-            raise error
+        write_and_raise(tmp_path / "out", error)
     assert only_entry(tmp_path) == []
 
 
@@ -152,7 +153,7 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(writer_module.os, "fsync", full)
-    with pytest.raises(ArtifactError, match="model.safetensors: cannot be written") as caught:
+    with pytest.raises(ArtifactError, match=r"model\.safetensors: cannot be written") as caught:
         write_all(tmp_path / "out", planned(4))
     assert caught.value.exit_code == 4
     assert "free space" in (caught.value.hint or "")
@@ -200,11 +201,11 @@ def test_existing_empty_folder_is_used(tmp_path: Path) -> None:
 
 def test_a_folder_filled_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(ArtifactError, match="out: cannot be written"):
-        with ArtifactWriter(out, planned(2)) as writer:
-            writer.write("t0", np.zeros(2, np.float32))
-            out.mkdir()
-            (out / "theirs").write_bytes(b"x")
+    with ArtifactWriter(out, planned(2)) as writer:
+        writer.write("t0", np.zeros(2, np.float32))
+        out.mkdir()
+        (out / "theirs").write_bytes(b"x")
+        with pytest.raises(ArtifactError, match="out: cannot be written"):
             writer.commit()
     assert all_files(tmp_path) == {"out/theirs": b"x"}
 
@@ -250,9 +251,8 @@ def test_failed_overwrite_keeps_the_old_one(tmp_path: Path) -> None:
     out.mkdir()
     (out / "tqtool").mkdir()
     (out / MANIFEST_NAME).write_bytes(b"old")
-    with pytest.raises(RuntimeError), ArtifactWriter(out, planned(2), overwrite=True) as writer:
-        writer.write("t0", np.zeros(2, np.float32))
-        raise RuntimeError
+    with pytest.raises(RuntimeError):
+        write_and_raise(out, RuntimeError, overwrite=True)
     assert all_files(tmp_path) == {f"out/{MANIFEST_NAME}": b"old"}
 
 

@@ -48,10 +48,15 @@ def open_artifact(path: Path) -> Artifact:
     """Open the artifact in ``path``.
 
     Raises:
-        ArtifactError: no such folder, no manifest, or a file that cannot be parsed.
+        ArtifactError: no such folder, no manifest, a file that cannot be parsed, or a tensor in two shards.
     """
     shards = read_shards(path)
-    tensors = {name: ref for header in shards.values() for name, ref in _refs(header).items()}
+    tensors: dict[str, TensorRef] = {}
+    for header in shards.values():
+        for name, ref in _refs(header).items():
+            if name in tensors:
+                raise ArtifactError(f"{name}: is in {tensors[name].path.name} and in {ref.path.name}")
+            tensors[name] = ref
     return Artifact(path=path, config=read_config(path), manifest=read_manifest(path), shards=shards, tensors=tensors)
 
 

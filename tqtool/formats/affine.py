@@ -96,8 +96,9 @@ def dequantize(
     if spec.mode == "affine":
         if biases is None:
             raise ValueError("affine weights have biases")
-        values = grouped.astype(np.float32) * scales.astype(np.float32)[..., None]
-        values += biases.astype(np.float32)[..., None]
+        with np.errstate(invalid="ignore", over="ignore"):  # damaged scales decode to NaN, which callers look for
+            values = grouped.astype(np.float32) * scales.astype(np.float32)[..., None]
+            values += biases.astype(np.float32)[..., None]
     else:
         elements = _float8(grouped) if spec.mode == "mxfp8" else E2M1[grouped]
         values = elements * _fp_scales(scales, spec.mode)[..., None]
