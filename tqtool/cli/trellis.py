@@ -29,7 +29,7 @@ def trellis(
     mlx_path: Annotated[Path | None, typer.Option("--mlx-path", help="Same as OUT.")] = None,
     k: Annotated[int, typer.Option("--k", "-k", help="Bits per weight, 1-4.")] = 3,
     modules: Annotated[
-        list[str] | None, typer.Option("--modules", help="mlp, all, or a glob of module paths; repeatable. [all]")
+        list[str] | None, typer.Option("--modules", help="mlp, all, or a glob of module paths; repeatable. [mlp]")
     ] = None,
     down_axis: Annotated[str, typer.Option("--down-axis", help="Code down_proj along its out or in dimension.")] = "out",
     fake_quant: Annotated[bool, typer.Option("--fake-quant", help="Store the decoded values dense.")] = False,
@@ -87,7 +87,7 @@ def trellis(
         out=one_of("OUT", out, mlx_path, "--mlx-path"),
         options=TrellisOptions(k=k, window=window, code=parse_code(code), warmup=warmup, threads=threads),
         revision=revision,
-        modules=tuple(modules or ("all",)),
+        modules=tuple(modules or ("mlp",)),
         down_axis=parse_axis(down_axis),
         form=parse_form(fake_quant=fake_quant, carrier=carrier),
         other=other,

@@ -1,6 +1,6 @@
 """``tqtool trellis``: fold and code in one streaming pass.
 
-Linear layers of the blocks (or those a glob names) are coded on the trellis, along the dimension that the rotation has mixed: readers of the
+The MLP layers (or all linear layers of the blocks, or those a glob names) are coded on the trellis, along the dimension that the rotation has mixed: readers of the
 residual along their inputs, writers along their outputs. Everything else is packed affine by rule, as in ``convert``.
 """
 
@@ -61,7 +61,7 @@ class TrellisRequest:
     out: Path
     options: TrellisOptions
     revision: str | None = None
-    modules: tuple[str, ...] = ("all",)
+    modules: tuple[str, ...] = ("mlp",)
     down_axis: Axis = "out"
     form: Form = "packed"
     other: Packed = OTHER
