@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -60,12 +61,13 @@ def convert(
     depth = parse_depth(check)
     if rotation_seed is not None and not rotate:
         raise UserError("--rotation-seed without --rotate-weights does nothing", hint="add --rotate-weights")
+    places = read_places(source, out, model, mlx_path)
     packing = None
     if quantize or any(flag is not None for flag in (bits, group_size, mode)):
         packing = packed_setting(bits=bits, group_size=group_size, mode=mode)
     request = ConvertRequest(
-        source=one_of("SRC", source, model, "--hf-path/--model"),
-        out=one_of("OUT", out, mlx_path, "--mlx-path"),
+        source=places.source,
+        out=places.out,
         revision=revision,
         packing=packing,
         rules=tuple(parse_rule(text, packing) for text in rule or ()),
@@ -85,6 +87,23 @@ def convert(
         emit_json({"out": str(result.out), "kind": job.kind, "check": depth, **result.plan.to_json()})
     else:
         emit_line(f"{result.out}: {summary(result.plan)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where to read and where to write."""
+
+    source: str
+    out: Path
+
+
+def read_places(source: str | None, out: Path | None, model: str | None, mlx_path: Path | None) -> Places:
+    """SRC and OUT from arguments and from mlx-lm's options; with --model alone, a single argument is OUT."""
+    if model is not None and source is not None and out is None and mlx_path is None:
+        source, out = None, Path(source)
+    return Places(
+        source=one_of("SRC", source, model, "--hf-path/--model"), out=one_of("OUT", out, mlx_path, "--mlx-path")
+    )
 
 
 def one_of(label: str, positional: T | None, option: T | None, flag: str) -> T:
