@@ -1,8 +1,9 @@
-"""How fast is the trellis encoder, and how good?  ``python benchmarks/bench_encode.py --backend cpu --json``
+"""How fast is the trellis encoder, and how good?  ``python benchmarks/bench_encode.py --backend cpu --json``.
 
-Peer: the same two-pass tail-biting search (QTIP's Algorithm 4) written here in torch, batched the way QTIP batches it: one gather, add and
-min over the 2^k predecessors per step for many blocks at once. Both run in one process, interleaved A B B A; rates are medians, the ratio is
-the median of paired ratios. Both code the same Gaussian blocks, and the search must find paths of the same cost before anything is timed.
+Peer: the same two-pass tail-biting search (QTIP's Algorithm 4) written here in torch, batched the way QTIP batches it:
+one gather, add and min over the 2^k predecessors per step for many blocks at once. Both run in one process,
+interleaved A B A; rates are medians, the ratio is the median of paired ratios. Both code the same Gaussian blocks, and
+the peer must find paths of the same cost before anything is timed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PEER_BLOCKS = 256
 
 
 def torch_encode(x: np.ndarray, levels: np.ndarray, window: int, k: int) -> np.ndarray:
-    """States ``[n, T]`` of blocks ``x``: Algorithm 4 in torch, costs per suffix in float32 (integers, renormalised: exact)."""
+    """States ``[n, T]`` of blocks ``x``: Algorithm 4 in torch, costs per suffix, float32 integers: exact."""
     import torch
 
     n, block = x.shape
@@ -138,7 +139,9 @@ def main() -> None:
         return
     print(f"{platform.machine()}, {os.cpu_count()} cores, load {load:.1f} before the run")
     for row in rows:
-        peer = f", {row['ratio_to_torch']:.0f}x torch ({row['ratio_min']:.0f}-{row['ratio_max']:.0f})" if "ratio_to_torch" in row else ""
+        peer = ""
+        if "ratio_to_torch" in row:
+            peer = f", {row['ratio_to_torch']:.0f}x torch ({row['ratio_min']:.0f}-{row['ratio_max']:.0f})"
         print(
             f"k={row['k']} L={row['window']} {row['code']}: {row['mw_per_s']:.2f} Mw/s "
             f"({row['mw_per_s_min']:.2f}-{row['mw_per_s_max']:.2f}), mse {row['mse']:.5f}{peer}"

@@ -14,7 +14,10 @@ from typer.testing import CliRunner
 from tqtool.cli.app import build_app
 
 TARGET = Path(__file__).parent / "cli.md"
-EXIT_CODES = "Exit codes: 0 done · 2 the request · 3 numbers · 4 an artifact · 5 a backend · 130 interrupted. `--traceback` anywhere shows the Python traceback."
+EXIT_CODES = (
+    "Exit codes: 0 done · 2 the request · 3 numbers · 4 an artifact · 5 a backend · 130 interrupted. "
+    "`--traceback` anywhere shows the Python traceback."
+)
 
 
 def verbs() -> list[list[str]]:

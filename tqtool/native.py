@@ -1,6 +1,7 @@
 """Typed face of ``tqtool._native``, the C++ compiled from ``kernels/cpu``. numpy in, numpy out, all cores.
 
-``threads=0`` means one per core; results never depend on it. ``force`` names an instruction set (``avx512``, ``avx2``, ``neon``,
+``threads=0`` means one per core; results never depend on it. ``force`` names an instruction set (``avx512``,
+``avx2``, ``neon``,
 ``scalar``) for tests; by default the best that the machine has is used.
 """
 
@@ -18,7 +19,7 @@ from tqtool.formats.trellis import TrellisSpec
 from tqtool.mathx import codes, hadamard
 
 try:
-    from tqtool import _native
+    from tqtool import _native  # type: ignore[attr-defined]  # compiled
 except ImportError as error:  # pragma: no cover - a broken installation
     raise BackendError(
         f"the compiled module tqtool._native cannot be loaded: {error}",

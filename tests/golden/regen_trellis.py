@@ -1,4 +1,7 @@
-"""Write docs/formats/trellis-vectors.json: seeded Gaussian matrices, coded and packed. Run by hand; a change is a new format version."""
+"""Write docs/formats/trellis-vectors.json: seeded Gaussian matrices, coded and packed.
+
+Run by hand; a change is a new format version.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ def main() -> None:
     rows = []
     for case in CASES:
         spec = TrellisSpec(**case)
-        stored = (rng.standard_normal((spec.rows, spec.cols)) * np.exp(rng.standard_normal((spec.rows, 1)))).astype(np.float32)
+        spread = np.exp(rng.standard_normal((spec.rows, 1)))
+        stored = (rng.standard_normal((spec.rows, spec.cols)) * spread).astype(np.float32)
         weight = stored if spec.axis == 1 else np.ascontiguousarray(stored.T)
         options = TrellisOptions(k=spec.k, window=spec.window, code=spec.code)
         matrix = encode_weight("case", weight, spec, options)

@@ -66,8 +66,8 @@ def test_the_worked_example_of_the_page_is_true() -> None:
         assert float(row.split("|")[-2].strip().replace("−", "-")) == pytest.approx(float(values[i]), abs=1e-7)
 
 
-def test_encoding_again_gives_the_stored_words() -> None:
-    """The encoder is part of reproducibility: same weights, same bytes. Weights are the decoded values, so the loss is zero too."""
+def test_the_stored_paths_are_coded_again_without_loss() -> None:
+    """Decoded values are coded without loss."""
     from tqtool.formats.trellis import TrellisSpec, unpack
     from tqtool.mathx import codes
     from tqtool.native import viterbi_encode

@@ -1,4 +1,4 @@
-"""Tail-biting trellis search, slow and obvious, in Python integers. Written from QTIP's Algorithm 4; imports nothing of tqtool."""
+"""Tail-biting trellis search, slow and obvious, in integers, written from QTIP's Algorithm 4."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import numpy as np
 
 
 def viterbi(x, levels, window, k, start=None, end=None):
-    """Best path over all 2^L states: costs per *state* (not per suffix), int64. ``start``/``end`` pin the suffix before the first and after the last step."""
+    """Best path over all 2^L states: costs per *state* (not per suffix), int64.
+
+    ``start`` and ``end`` pin the suffix before the first and after the last step.
+    """
     n_states, keep = 1 << window, (1 << (window - k)) - 1
     cost, back = np.zeros(n_states, np.int64), []
     big = np.int64(1) << 50

@@ -11,7 +11,10 @@ MODELS = Path(os.environ.get("TQTOOL_TEST_MODELS", Path(__file__).parents[2] / "
 
 
 def smollm2() -> Path:
-    """Folder of SmolLM2-135M-Instruct, made by ``import-gguf``; where it is missing the test skips, or fails under TQ_REQUIRE_MODEL=1."""
+    """Folder of SmolLM2-135M-Instruct, made by ``import-gguf``.
+
+    Where it is missing the test skips, or fails under TQ_REQUIRE_MODEL=1.
+    """
     folder = MODELS / "smollm2-135m-instruct"
     if not (folder / "config.json").is_file():
         if os.environ.get("TQ_REQUIRE_MODEL") == "1":

@@ -63,7 +63,8 @@ def progress(label: str, total: float, *, unit: str = "", quiet: bool = False) -
     if sys.stderr.isatty():
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeRemainingColumn())
+        percentage = TextColumn("{task.percentage:>3.0f}%")
+        columns = (TextColumn("{task.description}"), BarColumn(), percentage, TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(label, total=total or 1)
 

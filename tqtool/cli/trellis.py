@@ -17,7 +17,8 @@ def register(app: typer.Typer) -> None:
 
 HELP = """Fold and code a checkpoint on the trellis at 1-4 bits per weight, in one streaming pass.
 
-The result is packed (tqtool runs it; stock mlx-lm loads it with --trust-remote-code), or with --fake-quant the same values
+The result is packed (tqtool runs it; stock mlx-lm loads it with --trust-remote-code), or with --fake-quant the same
+values
 dense in bf16, or with --carrier the same values in 8-bit affine; stock mlx-lm loads the last two as they are.
 """
 
@@ -31,7 +32,7 @@ def trellis(
     modules: Annotated[
         list[str] | None, typer.Option("--modules", help="mlp, all, or a glob of module paths; repeatable. [mlp]")
     ] = None,
-    down_axis: Annotated[str, typer.Option("--down-axis", help="Code down_proj along its out or in dimension.")] = "out",
+    down_axis: Annotated[str, typer.Option("--down-axis", help="Code down_proj along out or in.")] = "out",
     fake_quant: Annotated[bool, typer.Option("--fake-quant", help="Store the decoded values dense.")] = False,
     carrier: Annotated[bool, typer.Option("--carrier", help="Store the decoded values in 8-bit affine.")] = False,
     code: Annotated[str, typer.Option("--code", help="mul1, 1mad or 3inst; rptc, random with --fake-quant.")] = "mul1",

@@ -1,8 +1,13 @@
-"""Packed trellis matrices, format v1: the one place in Python that knows where a symbol lies. See docs/formats/trellis.md.
+"""Packed trellis matrices, format v1: the one place in Python that knows where a symbol lies.
 
-A stored matrix is ``[rows, cols]``: the weight ``[out, in]`` itself (axis 1, coded along the input dimension) or its transpose
-``[in, out]`` (axis 0, coded along the output dimension). Element (r, c) is number ``r·stride + c`` of one stream, cut into blocks of
-``block`` (T) weights; the last block is padded. A block is a tail-biting path through 2^window states and takes T·k bits::
+docs/formats/trellis.md is the same for a stranger.
+
+A stored matrix is ``[rows, cols]``: the weight ``[out, in]`` itself (axis 1, coded along the input dimension) or its
+transpose
+``[in, out]`` (axis 0, coded along the output dimension). Element (r, c) is number ``r·stride + c`` of one stream, cut
+into blocks of
+``block`` (T) weights; the last block is padded. A block is a tail-biting path through 2^window states and takes T·k
+bits::
 
     bit        (T-1-t)·k …                          k = 3, T = 256: 96 bytes
     …  | b_{t+1} | b_t | b_{t-1} | b_{t-2} | b_{t-3} | …      →  higher bits
@@ -87,7 +92,7 @@ class TrellisSpec:
 
     @property
     def words_shape(self) -> tuple[int, ...]:
-        """Shape of the ``.weight`` tensor: a matrix of rows where rows are whole words and fill the blocks, else flat."""
+        """Shape of the ``.weight`` tensor: rows of words where they come out whole, else flat."""
         if self.stride * self.k % 32 == 0 and self.rows * self.stride % self.block == 0:
             return (self.rows, self.stride * self.k // 32)
         return (self.n_words,)
@@ -125,7 +130,10 @@ def spec_for(
     code: Code = "mul1",
     pad_rows: bool = False,
 ) -> TrellisSpec:
-    """Spec of a weight ``[out, in]``. ``pad_rows`` starts every row on a block of its own; by default blocks run on across rows."""
+    """Spec of a weight ``[out, in]``.
+
+    ``pad_rows`` starts every row on a block of its own; by default blocks run on across rows.
+    """
     rows, cols = shape if axis == 1 else (shape[1], shape[0])
     stride = -(-cols // BLOCK) * BLOCK if pad_rows else cols
     return TrellisSpec(k=k, window=window, code=code, axis=axis, rows=rows, cols=cols, stride=stride)
@@ -135,7 +143,8 @@ def pack(states: NDArray[np.uint16], k: int) -> NDArray[np.uint32]:
     """Words of blocks: states ``[n, T]`` → uint32 ``[n, T·k/32]``. Only the low k bits of each state are stored.
 
     Raises:
-        ArtifactError: a block is not a closed path of the trellis with k bits a step, so its states could not be read back.
+        ArtifactError: a block is not a closed path of the trellis with k bits a step, so its states could not be read
+            back.
     """
     n_blocks, block = states.shape
     symbols = states[:, ::-1] & np.uint16((1 << k) - 1)
@@ -157,7 +166,7 @@ def unpack(words: NDArray[np.uint32], k: int, window: int) -> NDArray[np.uint16]
 
 
 def check_closed(states: NDArray[np.uint16], k: int, window: int) -> None:
-    """Raise ArtifactError unless every block ``[n, T]`` is a closed path: each state continues the one before it, cyclically."""
+    """Raise ArtifactError unless every block ``[n, T]`` is a closed path of the trellis."""
     keep = np.uint16((1 << (window - k)) - 1)
     broken = (states >> np.uint16(k)) != (np.roll(states, 1, axis=1) & keep)
     if broken.any():

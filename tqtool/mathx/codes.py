@@ -1,14 +1,17 @@
 """Trellis codes: the value that each of the 2^L states stands for.
 
-A *computed* code is a few integer instructions on the state, so a decoder needs no table; a *table* code exists to measure against.
+A *computed* code is a few integer instructions on the state, so a decoder needs no table; a *table* code exists to
+measure against.
 Sources: 1mad, 3inst and the permuted Gaussian table from QTIP (arXiv 2406.11235, §3.1); mul1 from EXL3 (exllamav3,
 ``quant/codebook.cuh``, cb2: one multiply, no addend).
 
 Two views of one code:
 
 * ``values(code, window)``: float32 ``[2^L]``, what a decoder serves before the row scale;
-* ``levels(code, window)``: int16 ``[2^L]``, integers in units of ``1 / UNIT[code]``: what every encoder searches with, so that all
-  backends agree to the state. For the byte-sum codes a level *is* the byte sum minus 510, nothing is rounded; for the others it is
+* ``levels(code, window)``: int16 ``[2^L]``, integers in units of ``1 / UNIT[code]``: what every encoder searches
+with, so that all
+  backends agree to the state. For the byte-sum codes a level *is* the byte sum minus 510, nothing is rounded; for the
+  others it is
   the value rounded to 1/147.7, which costs less than 0.1 % in mean squared error.
 """
 
@@ -21,6 +24,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtri
 
 from tqtool.errors import UserError
+from tqtool.mathx.signs import splitmix32
 
 Code = Literal["mul1", "1mad", "3inst", "rptc", "random"]
 CODES: tuple[Code, ...] = get_args(Code)
@@ -35,7 +39,8 @@ BYTE_SUM_MEAN = 510  # 4 bytes, each uniform on 0..255
 UNIT: dict[Code, float] = {"mul1": 147.7, "1mad": 147.800537109375, "3inst": 147.7, "rptc": 147.7, "random": 147.7}
 # Root mean square of 3inst over 2^16 states; EXL3 carries the same constant.
 THREE_INST_RMS = 1.24371088
-# Multiply a unit-variance source by this before coding, per k: the code's tails are then used as the rate allows. Worth 0.3 % of the
+# Multiply a unit-variance source by this before coding, per k: the code's tails are then used as the rate allows.
+# Worth 0.3 % of the
 # error at k=2, 2.7 % at k=3, 8.8 % at k=4, and free at decode (the row scale absorbs it).
 CODE_SCALE: dict[int, float] = {1: 1.12, 2: 0.97, 3: 0.91, 4: 0.88}
 
@@ -98,25 +103,17 @@ def _three_inst(window: int) -> NDArray[np.float32]:
     halves = ((hashed & np.uint64(THREE_INST_MASK)) ^ np.uint64(THREE_INST_XOR)).astype(np.uint32)
     high = (halves >> np.uint32(16)).astype(np.uint16).view(np.float16)
     low = (halves & np.uint32(0xFFFF)).astype(np.uint16).view(np.float16)
-    return high.astype(np.float32) + low.astype(np.float32)
+    total: NDArray[np.float32] = high.astype(np.float32) + low.astype(np.float32)
+    return total
 
 
 def _table(code: Code, window: int) -> NDArray[np.float32]:
     """Gaussian quantiles in a seeded order (rptc), or seeded Gaussian draws (random)."""
     count = 1 << window
-    draw = _splitmix32(_TABLE_SEED[code] + window, count)
+    draw = splitmix32(_TABLE_SEED[code] + window, count)
     if code == "rptc":
         order = np.argsort(draw, kind="stable")
         table = ndtri((np.arange(count) + 0.5) / count)[order]
     else:
         table = ndtri((draw.astype(np.float64) + 0.5) / 2.0**32)
-    return (np.rint(table * _TABLE_STEP) / _TABLE_STEP).astype(np.float32)
-
-
-def _splitmix32(seed: int, count: int) -> NDArray[np.uint32]:
-    """``count`` words of a counter-based 32-bit mixer (murmur3's finalizer over a Weyl sequence)."""
-    word = (np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B9) + np.uint64(seed)) & np.uint64(0xFFFFFFFF)
-    mask = np.uint64(0xFFFFFFFF)
-    word = ((word ^ (word >> np.uint64(16))) * np.uint64(0x85EBCA6B)) & mask
-    word = ((word ^ (word >> np.uint64(13))) * np.uint64(0xC2B2AE35)) & mask
-    return (word ^ (word >> np.uint64(16))).astype(np.uint32)
+    return np.asarray(np.rint(table * _TABLE_STEP) / _TABLE_STEP, np.float32)

@@ -1,4 +1,4 @@
-"""What a unit Gaussian can be coded to: the distortion bound, the Lloyd-Max scalar quantizer, and published trellis figures."""
+"""What a unit Gaussian can be coded to: the distortion bound, Lloyd-Max, and published trellis figures."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ QTIP_TABLE_2 = {1: (0.2803, 0.2798), 2: (0.0733, 0.0733), 3: (0.0198, 0.0198), 4
 
 
 def distortion_bound(bits: int) -> float:
-    """Shannon's distortion-rate function of a unit Gaussian: the mean squared error no code at ``bits`` per sample can go below."""
+    """Distortion-rate function of a unit Gaussian: the mean squared error no code can go below."""
     return 4.0**-bits
 
 
 def lloyd_max_error(bits: int) -> float:
-    """Mean squared error of the best scalar quantizer of a unit Gaussian with ``2^bits`` levels (Lloyd's fixed point)."""
+    """Mean squared error of the best scalar quantizer of a unit Gaussian with ``2^bits`` levels."""
     centre = ndtri((np.arange(2**bits) + 0.5) / 2**bits)
     for _ in range(20_000):
         edge = np.concatenate([[-np.inf], (centre[1:] + centre[:-1]) / 2, [np.inf]])

@@ -40,10 +40,14 @@ def sign_vector(seed: int, n: int, *, lane: int) -> NDArray[np.int8]:
     if not 0 <= lane < _MASK:
         raise UserError(f"sign lane {lane}: expected 0 … {_MASK - 1}")
     start = seed ^ ((lane + 1) * _GOLDEN & _MASK)
+    return (1 - 2 * (splitmix32(start, n) & np.uint32(1)).astype(np.int8)).astype(np.int8)
+
+
+def splitmix32(start: int, count: int) -> NDArray[np.uint32]:
+    """``count`` words of the stream that begins at ``start``, uint32 ``[count]``."""
     # uint64 holds any product of two 32-bit numbers, so the wrap-around is an explicit mask and never an overflow.
     mask = np.uint64(_MASK)
-    word = (np.uint64(start) + np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN)) & mask
+    word = (np.uint64(start) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)) & mask
     word = (word ^ (word >> np.uint64(16))) * np.uint64(0x21F0AAAD) & mask
     word = (word ^ (word >> np.uint64(15))) * np.uint64(0x735A2D97) & mask
-    word ^= word >> np.uint64(15)
-    return (1 - 2 * (word & np.uint64(1)).astype(np.int8)).astype(np.int8)
+    return np.asarray(word ^ (word >> np.uint64(15)), np.uint32)

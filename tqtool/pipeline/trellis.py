@@ -1,6 +1,7 @@
 """``tqtool trellis``: fold and code in one streaming pass.
 
-The MLP layers (or all linear layers of the blocks, or those a glob names) are coded on the trellis, along the dimension that the rotation has mixed: readers of the
+The MLP layers (or all linear layers of the blocks, or those a glob names) are coded on the trellis, along the
+dimension that the rotation has mixed: readers of the
 residual along their inputs, writers along their outputs. Everything else is packed affine by rule, as in ``convert``.
 """
 
@@ -30,7 +31,10 @@ Axis = Literal["out", "in"]
 
 MODEL_FILE = "tqtool_model.py"
 OTHER = Packed(bits=6, group_size=64, mode="affine")
-"""What the trellis does not code. A tied embedding at 4 bits costs SmolLM2-135M 4 points of perplexity, at 6 bits 0.2."""
+"""What the trellis does not code.
+
+A tied embedding at 4 bits costs SmolLM2-135M four points of perplexity, at 6 bits 0.2.
+"""
 CARRIER_BITS, CARRIER_GROUP = 8, 64
 
 MLP_ROLES = frozenset({Role.GATE, Role.UP, Role.DOWN})
@@ -149,15 +153,15 @@ def check_trellis(job: Job, folder: Path, depth: Depth) -> None:
         raise ArtifactError(f"stock mlx-lm loads another model than planned: {problems[0]} ({len(problems)} in all)")
 
 
-def coded_modules(
-    transform: TransformPlan, modules: Sequence[str], rules: Sequence[Rule]
-) -> tuple[OutputTensor, ...]:
+def coded_modules(transform: TransformPlan, modules: Sequence[str], rules: Sequence[Rule]) -> tuple[OutputTensor, ...]:
     """Outputs that the trellis codes: chosen by ``modules`` and not taken away by a rule.
 
     Raises:
         UserError: a glob matches nothing or an embedding, or nothing is left to code.
     """
-    linears = [output for output in transform.outputs if output.module is not None and output.role is not Role.EMBEDDING]
+    linears = [
+        output for output in transform.outputs if output.module is not None and output.role is not Role.EMBEDDING
+    ]
     chosen: set[str] = set()
     for pattern in modules:
         if pattern in ("mlp", "all"):
@@ -223,5 +227,5 @@ def _packed_config(coded: Sequence[OutputTensor], quantizers: Mapping[str, Quant
 
 
 def _stock_model_source() -> bytes:
-    """The self-contained module that lets stock mlx-lm build the model; the runtime keeps it, the artifact carries it."""
+    """The module that lets stock mlx-lm build the model; the runtime keeps it, the artifact carries it."""
     return resources.files("tqtool").joinpath("runtime", "stock_model.py").read_bytes()

@@ -1,7 +1,9 @@
-"""Trellis quantizers: a weight → row scales and tail-biting paths, stored packed, as their decoded values, or in an 8-bit carrier.
+"""Trellis quantizers: a weight → row scales and paths, stored packed, as decoded values, or in an 8-bit carrier.
 
-The row scale is the row's root mean square over the code's best source scale (``mathx.codes.CODE_SCALE``), rounded to float16 before
-the search, so the encoder sees exactly what the decoder will multiply by. After the search it is refitted by least squares on the
+The row scale is the row's root mean square over the code's best source scale (``mathx.codes.CODE_SCALE``), rounded to
+float16 before
+the search, so the encoder sees exactly what the decoder will multiply by. After the search it is refitted by least
+squares on the
 states found, which costs nothing at decode.
 """
 
@@ -122,7 +124,7 @@ def encode_weight(
 
 
 def row_scales(name: str, stored: NDArray[np.float32], k: int) -> NDArray[np.float16]:
-    """Float16 scale of each row of ``stored`` ``[rows, cols]``: root mean square over the code scale; 0 for a row of zeros."""
+    """Float16 scale of each row ``[rows, cols]``: root mean square over the code scale; 0 for a row of zeros."""
     mean_square = np.einsum("rc,rc->r", stored, stored, dtype=np.float64) / stored.shape[1]
     wanted = np.sqrt(mean_square) / codes.CODE_SCALE[k]
     with np.errstate(over="ignore"):
@@ -134,19 +136,19 @@ def row_scales(name: str, stored: NDArray[np.float32], k: int) -> NDArray[np.flo
             f"{name}: row {row} has scale {wanted[row]:.3g}, which float16 cannot hold (6e-8 … 65504)",
             hint="keep this module affine or dense with --rule",
         )
-    return scales
+    return np.asarray(scales, np.float16)
 
 
 def refit_scales(
     rows: NDArray[np.float32], decoded: NDArray[np.float32], scales: NDArray[np.float16]
 ) -> NDArray[np.float16]:
-    """Least-squares scale of each row given its decoded values, ``<w, c> / <c, c>``, kept only where positive and finite."""
+    """Least-squares scale of each row, ``<w, c> / <c, c>``, kept only where positive and finite."""
     top = np.einsum("rc,rc->r", rows, decoded, dtype=np.float64)
     bottom = np.einsum("rc,rc->r", decoded, decoded, dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         fitted = (top / bottom).astype(np.float16)
     keep = np.isfinite(fitted) & (fitted > 0) & (scales > 0)
-    return np.where(keep, fitted, scales)
+    return np.where(keep, fitted, scales).astype(np.float16)
 
 
 def row_chunks(spec: TrellisSpec) -> Iterator[tuple[int, int]]:
@@ -160,7 +162,10 @@ def row_chunks(spec: TrellisSpec) -> Iterator[tuple[int, int]]:
 def _level_inputs(
     rows: NDArray[np.float32], scales: NDArray[np.float16], spec: TrellisSpec, unit: float
 ) -> NDArray[np.int16]:
-    """Rows in integer level units, cut into blocks: int16 ``[n, T]``. Rounding is float32, half to even: the same on every backend."""
+    """Rows in integer level units, cut into blocks: int16 ``[n, T]``.
+
+    Rounding is float32, half to even: the same on every backend.
+    """
     with np.errstate(divide="ignore"):
         factor = np.float32(unit) / scales.astype(np.float32)
     factor[scales == 0] = 0

@@ -16,7 +16,7 @@ GOALS = {2: 0.0728, 3: 0.0191, 4: 0.00504}
 """Largest error allowed to the best code at its best scale, L=12."""
 
 QTIP_TOLERANCE = {1: 0.01, 2: 0.01, 3: 0.02, 4: 0.04}
-"""QTIP prints four digits, so .0055 is anything from .00545 to .00555; random tables measured here and elsewhere span .0053-.0055."""
+"""QTIP prints four digits: .0055 is anything from .00545 to .00555; random tables elsewhere span .0053-.0055."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,9 @@ class CodeError:
     problem: str | None = None
 
 
-def measure(code: codes.Code, k: int, *, window: int, scale: float, blocks: int, seed: int, warmup: int | None) -> CodeError:
+def measure(
+    code: codes.Code, k: int, *, window: int, scale: float, blocks: int, seed: int, warmup: int | None
+) -> CodeError:
     """Code ``blocks`` blocks of seeded Gaussian samples and look at what a decoder would serve.
 
     The states go through pack and unpack on the way, so the whole codec is measured, not the encoder alone.
@@ -69,7 +71,8 @@ def validate(
 ) -> Iterator[CodeError]:
     """Every code at every k, at unit scale and at its best scale, each judged.
 
-    Laws: above the distortion bound; below Lloyd-Max; random and rptc at unit scale, L=12, Algorithm 4, within QTIP's Table 2;
+    Laws: above the distortion bound; below Lloyd-Max; random and rptc at unit scale, L=12, Algorithm 4, within QTIP's
+        Table 2;
     mul1 at its best scale within ``GOALS`` (L=12, Algorithm 4). Three standard errors are granted everywhere.
     """
     for k in (1, 2, 3, 4):
