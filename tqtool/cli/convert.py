@@ -100,7 +100,7 @@ class Places:
 def read_places(source: str | None, out: Path | None, model: str | None, mlx_path: Path | None) -> Places:
     """SRC and OUT from arguments and from mlx-lm's options; with --model alone, a single argument is OUT."""
     if model is not None and source is not None and out is None and mlx_path is None:
-        source, out = None, Path(source)
+        return Places(source=model, out=Path(source))
     return Places(
         source=one_of("SRC", source, model, "--hf-path/--model"), out=one_of("OUT", out, mlx_path, "--mlx-path")
     )
