@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -33,7 +34,8 @@ job = plan(source, out, **options)
 job.run()
 status = Path("/proc/self/status").read_text().splitlines()
 peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
-print(json.dumps({"peak": peak, "estimate": job.plan.totals.peak_memory_bytes}))
+heavy = sorted({"mlx_lm", "transformers", "torch", "huggingface_hub"} & set(sys.modules))
+print(json.dumps({"peak": peak, "estimate": job.plan.totals.peak_memory_bytes, "heavy": heavy}))
 """
 
 
@@ -64,7 +66,7 @@ def write_wide(folder: Path, layers: int) -> Path:
     return folder
 
 
-def peak_of(source: Path, out: Path, **options: object) -> dict[str, int]:
+def peak_of(source: Path, out: Path, **options: object) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(source), str(out), json.dumps(options)],
         capture_output=True,
@@ -92,6 +94,7 @@ def test_peak_memory_is_bounded_and_independent_of_the_models_size(tmp_path: Pat
         second = peak_of(large, tmp_path / f"{name}-large", **options)
         budget = 3 * LARGEST_FLOAT32 + BUDGET_EXTRA
         assert second["peak"] <= budget, (name, first, second)
+        assert second["heavy"] == []
         # Nothing that grows with the model is held: a tenth of the added bytes would show.
         assert second["peak"] - first["peak"] < 0.1 * (sizes[1] - sizes[0]), (name, first, second)
         # The plan's estimate is an upper bound and not a wild one.

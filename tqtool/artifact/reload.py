@@ -60,7 +60,7 @@ def reload_stock(folder: Path, *, depth: Depth, trust_remote_code: bool = False)
 
     Raises:
         ArtifactError: mlx-lm refuses the folder or a logit is not finite.
-        BackendError: mlx-lm cannot be imported.
+        BackendError: mlx-lm cannot be imported, or the child was killed.
     """
     command = [sys.executable, "-P", "-m", "tqtool.artifact.reload", str(folder), "--depth", depth]
     if trust_remote_code:
@@ -68,6 +68,11 @@ def reload_stock(folder: Path, *, depth: Depth, trust_remote_code: bool = False)
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=_child_environment())
     if done.returncode == _IMPORT_FAILED:
         raise BackendError(f"mlx-lm cannot be imported: {_last_line(done.stderr)}", hint="--check none skips it")
+    if done.returncode < 0:
+        raise BackendError(
+            f"the process that loads {folder.name} in mlx-lm was killed by signal {-done.returncode}",
+            hint="--check load reads no weights and needs little memory",
+        )
     if done.returncode != 0:
         raise ArtifactError(f"stock mlx-lm does not load {folder.name}: {_last_line(done.stderr)}")
     answer = json.loads(done.stdout)

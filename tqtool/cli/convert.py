@@ -56,6 +56,7 @@ def convert(
     from tqtool.cli.render import emit_json, emit_line, note, progress
     from tqtool.errors import UserError
     from tqtool.pipeline.convert import ConvertRequest, check_artifact, plan_convert
+    from tqtool.pipeline.preflight import affordable_depth
     from tqtool.pipeline.rules import packed_setting, parse_dtype, parse_rule
 
     depth = parse_depth(check)
@@ -79,7 +80,8 @@ def convert(
     if dry_run:
         show_plan(job.plan, as_json=as_json)
         return
-    for line in (*job.plan.warnings, *job.plan.notes, *job.plan.hints):
+    depth, reduced = affordable_depth(depth, job.plan.totals.tensor_bytes)
+    for line in (*job.plan.warnings, *job.plan.notes, *job.plan.hints, *([reduced] if reduced else [])):
         note(f"note: {line}")
     with progress("convert", job.plan.totals.parameters, quiet=as_json) as advance:
         result = job.run(advance, check=lambda folder: check_artifact(job, folder, depth))
