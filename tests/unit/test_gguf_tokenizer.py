@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tests.support.tiny_gguf import CHAT_TEMPLATE, SAMPLE, byte_level_fields, train_byte_level
 from tqtool.errors import SourceError
 from tqtool.source.gguf.reader import GgufFile
-from tqtool.source.gguf.tokenizer import TokenKind, build_tokenizer_files, merges_from_scores
+from tqtool.source.gguf.tokenizer import TokenKind, build_tokenizer_files
 
 TEXTS = [
     "",
@@ -181,13 +181,21 @@ def test_user_defined_pieces_are_never_cut() -> None:
     assert rebuilt(sentencepiece_fields()).encode("th<tag>e").tokens == ["th", "<tag>", "e"]
 
 
-def test_merges_come_best_score_first_lower_ids_first() -> None:
-    from tqtool.source.gguf.tokenizer import _read_vocabulary
+def test_runs_of_spaces_grow_before_anything_else() -> None:
+    fields = sentencepiece_fields()
+    fields["ggml.tokens"] = [*fields["ggml.tokens"], "   ", "    "]  # the converter writes user-defined marks as spaces
+    fields["ggml.token_type"] = [*fields["ggml.token_type"], 4, 4]
+    fields["ggml.scores"] = [*fields["ggml.scores"], -1000.0, -1000.0]
+    ours = rebuilt(fields)
+    assert ours.encode("   the").tokens == ["▁▁▁", "the"]
+    assert ours.encode("a" + " " * 9 + "the").tokens == ["<0x61>", "▁▁▁▁", "▁▁▁▁", "▁the"]
+    assert ours.decode(ours.encode("th    e").ids) == "th    e"
 
-    vocabulary = _read_vocabulary(gguf_file(sentencepiece_fields()))
-    merges = merges_from_scores(vocabulary)
-    # "▁the" has the best score; of its cuts ▁+the has the lower first id.
-    assert merges[:3] == [("▁", "the"), ("▁t", "he"), ("▁th", "e")]
+
+def test_merges_come_best_score_first_longer_left_part_first() -> None:
+    state = json.loads(rebuilt(sentencepiece_fields()).to_str())
+    merges = [tuple(pair) for pair in state["model"]["merges"]]
+    assert merges[:3] == [("▁th", "e"), ("▁t", "he"), ("▁", "the")]
     assert ("e", "r") in merges
     assert len(set(merges)) == len(merges)
 

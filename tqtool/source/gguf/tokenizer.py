@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Final, TypeVar
 
@@ -186,8 +186,7 @@ def _byte_level_bpe(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=split.words is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
-    added = vocabulary.ids_of(TokenKind.CONTROL, TokenKind.USER_DEFINED)
-    _add_tokens(file, tokenizer, vocabulary, added, normalized=False)
+    _add_tokens(file, tokenizer, vocabulary)
     _frame(file, tokenizer, vocabulary, bos=split.starts_with_bos)
     return tokenizer
 
@@ -196,6 +195,7 @@ def _sentencepiece_bpe(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
     """SentencePiece BPE: spaces become a mark, unknown characters fall back to bytes, merges follow from scores."""
     if not vocabulary.scores:
         raise SourceError(f"{file.path}: tokenizer.ggml.scores is missing; the merges cannot be rebuilt")
+    vocabulary = _with_marks(vocabulary)
     unknown = vocabulary.ids_of(TokenKind.UNKNOWN) or [file.metadata.get("tokenizer.ggml.unknown_token_id", -1)]
     tokenizer = Tokenizer(
         models.BPE(
@@ -214,9 +214,7 @@ def _sentencepiece_bpe(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
         undo.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(rewrite)
     tokenizer.decoder = decoders.Sequence(undo)
-    added = vocabulary.ids_of(TokenKind.UNKNOWN, TokenKind.CONTROL, TokenKind.USER_DEFINED)
-    # User-defined pieces contain the mark ("▁▁"), so they are looked for after the spaces were rewritten.
-    _add_tokens(file, tokenizer, vocabulary, added, normalized=True)
+    _add_tokens(file, tokenizer, vocabulary)
     _frame(file, tokenizer, vocabulary, bos=True)
     return tokenizer
 
@@ -230,17 +228,29 @@ _BUILDERS: Final[Mapping[str, Callable[[GgufFile, Vocabulary], Tokenizer]]] = {
 def merges_from_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """The merges of a SentencePiece BPE model, best score first.
 
-    A piece may be made from any two pieces it can be cut into; of those the one with the lower ids comes first.
+    A piece may be made from any two pieces it can be cut into; the cut with the longer left part comes first, which
+    is the published order. User-defined pieces (runs of spaces) count as the best score: they grow before anything
+    else, the longest first.
     """
-    ids = {text: index for index, text in enumerate(vocabulary.texts)}
+    known = set(vocabulary.texts)
+    best = max((vocabulary.scores[index] for index in vocabulary.ids_of(TokenKind.NORMAL)), default=0.0)
     found: list[tuple[float, str, str]] = []
-    for index in vocabulary.ids_of(TokenKind.NORMAL):
+    for index in vocabulary.ids_of(TokenKind.NORMAL, TokenKind.USER_DEFINED):
         text = vocabulary.texts[index]
-        cuts = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
-        pairs = [(ids[left], ids[right], left, right) for left, right in cuts if left in ids and right in ids]
-        found += [(vocabulary.scores[index], left, right) for _, _, left, right in sorted(pairs)]
-    found.sort(key=lambda entry: -entry[0])  # stable: equal scores stay in id order
+        score = vocabulary.scores[index] if vocabulary.kinds[index] == TokenKind.NORMAL else best
+        cuts = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
+        found += [(score, left, right) for left, right in cuts if left in known and right in known]
+    found.sort(key=lambda merge: (-merge[0], -len(merge[1]), -len(merge[2])))
     return [(left, right) for _, left, right in found]
+
+
+def _with_marks(vocabulary: Vocabulary) -> Vocabulary:
+    """Undo llama.cpp's converter, which writes the spaces of user-defined pieces as spaces."""
+    texts = tuple(
+        text.replace(" ", SPACE) if kind == TokenKind.USER_DEFINED else text
+        for text, kind in zip(vocabulary.texts, vocabulary.kinds, strict=True)
+    )
+    return replace(vocabulary, texts=texts)
 
 
 def _vocab_of(vocabulary: Vocabulary) -> dict[str, int]:
@@ -259,16 +269,14 @@ def _checked_merges(file: GgufFile, vocabulary: Vocabulary) -> list[tuple[str, s
     return list(vocabulary.merges)
 
 
-def _add_tokens(
-    file: GgufFile, tokenizer: Tokenizer, vocabulary: Vocabulary, ids: list[int], *, normalized: bool
-) -> None:
-    """Mark ``ids`` as tokens never cut: special unless user-defined; ``normalized`` is for the user-defined ones."""
-    user = [index for index in ids if vocabulary.kinds[index] == TokenKind.USER_DEFINED]
-    special = [index for index in ids if vocabulary.kinds[index] != TokenKind.USER_DEFINED]
+def _add_tokens(file: GgufFile, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+    """Mark what is never cut: control and unknown tokens as special, user-defined ones as ordinary added tokens."""
+    special = vocabulary.ids_of(TokenKind.CONTROL, TokenKind.UNKNOWN)
+    user = vocabulary.ids_of(TokenKind.USER_DEFINED)
     # One call each: every call rebuilds the matcher over all of them (Gemma has 6249).
     tokenizer.add_special_tokens([AddedToken(vocabulary.texts[index], normalized=False) for index in special])
-    tokenizer.add_tokens([AddedToken(vocabulary.texts[index], normalized=normalized) for index in user])
-    for index in ids:
+    tokenizer.add_tokens([AddedToken(vocabulary.texts[index], normalized=False) for index in user])
+    for index in (*special, *user):
         found = tokenizer.token_to_id(vocabulary.texts[index])
         if found != index:
             raise SourceError(f"{file.path}: token {vocabulary.texts[index]!r} has id {index}, rebuilt as {found}")
