@@ -1,0 +1,119 @@
+"""Laws of the packed layout, against a stranger's bit-by-bit reading of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tqtool.errors import ArtifactError, UserError
+from tqtool.formats.trellis import TrellisSpec, check_closed, check_tensors, pack, spec_for, unpack
+from tqtool.mathx import codes
+from tqtool.native import trellis_expand, trellis_matvec
+
+
+def random_words(spec: TrellisSpec, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 2**32, (spec.n_blocks, spec.words_per_block), dtype=np.uint32)
+
+
+def bit(block: np.ndarray, index: int) -> int:
+    return int(block[index // 32]) >> (index % 32) & 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(k=st.integers(1, 4), window=st.sampled_from([12, 14, 16]), seed=st.integers(0, 1000))
+def test_states_are_windows_of_the_bit_string(k: int, window: int, seed: int) -> None:
+    words = np.random.default_rng(seed).integers(0, 2**32, (2, 8 * k), dtype=np.uint32)
+    states = unpack(words, k, window)
+    n_bits = 256 * k
+    for block, row in zip(words, states, strict=True):
+        for t in (0, 1, 2, 100, 254, 255):
+            start = (255 - t) * k
+            expected = sum(bit(block, (start + i) % n_bits) << i for i in range(window))
+            assert row[t] == expected
+    check_closed(states, k, window)  # any words are a closed path: that is what tail-biting means
+    assert np.array_equal(pack(states, k), words)
+
+
+@pytest.mark.parametrize("step", [0, 17, 255])
+def test_a_path_that_is_not_closed_is_found(step: int) -> None:
+    states = unpack(np.random.default_rng(1).integers(0, 2**32, (3, 24), dtype=np.uint32), 3, 12)
+    states[1, step] ^= 1 << 11
+    with pytest.raises(ArtifactError, match=f"block 1, step {step}:"):
+        check_closed(states, 3, 12)
+
+
+SHAPES = [(3, 256), (4, 192), (9, 100), (2, 1536), (5, 577), (1, 1), (7, 4864)]
+
+
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("code", codes.CODES)
+def test_expand_and_products_equal_the_table(code: codes.Code, k: int, axis: int, rows: int, cols: int) -> None:
+    """Every instruction set, both axes, blocks that end inside rows, one to four vectors at once."""
+    rng = np.random.default_rng(rows * 10000 + cols)
+    for stride in {cols, -(-cols // 256) * 256}:
+        spec = TrellisSpec(k=k, code=code, axis=axis, rows=rows, cols=cols, stride=stride)
+        words = random_words(spec, k)
+        scales = (rng.random(rows) * 3 - 1).astype(np.float16)
+        stream = codes.values(code, 12)[unpack(words, k, 12)].reshape(-1)[: rows * stride]
+        dense = stream.reshape(rows, stride)[:, :cols] * scales.astype(np.float32)[:, None]
+        weight = dense if axis == 1 else dense.T
+        for force in ("", "scalar"):
+            assert np.array_equal(trellis_expand(words, scales, spec, force=force), dense)
+            for m in (1, 4):
+                x = rng.standard_normal((m, weight.shape[1])).astype(np.float32)
+                y = trellis_matvec(words, scales, spec, x, force=force)
+                # Dot products of n terms: n·eps·|x|·|w| bounds any order of summation; two more for scales.
+                bound = (weight.shape[1] + 2) * np.finfo(np.float32).eps * (np.abs(x) @ np.abs(weight.T) + 1e-30)
+                exact = x.astype(np.float64) @ weight.T.astype(np.float64)
+                assert (np.abs(y - exact) <= bound).all()
+
+
+def test_products_do_not_depend_on_threads() -> None:
+    for axis in (0, 1):
+        spec = TrellisSpec(k=3, axis=axis, rows=300, cols=640, stride=640)
+        words, scales = random_words(spec), np.ones(300, np.float16)
+        x = np.random.default_rng(0).standard_normal((2, spec.weight_shape[1])).astype(np.float32)
+        one = trellis_matvec(words, scales, spec, x, threads=1)
+        assert all(np.array_equal(one, trellis_matvec(words, scales, spec, x, threads=n)) for n in (2, 3, 7))
+
+
+@pytest.mark.parametrize("shape", [(17408, 5120), (5120, 17408), (1536, 576), (4864, 896), (576, 1536)])
+def test_real_widths_are_coded_without_waste(shape: tuple[int, int]) -> None:
+    for axis in (0, 1):
+        spec = spec_for(shape, k=3, axis=axis)
+        assert spec.n_padding == 0
+        assert spec.words_shape == (spec.rows, spec.cols * 3 // 32)
+    assert spec_for((1536, 576), k=3, axis=1, pad_rows=True).stride == 768
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"k": 0}, "k=0"),
+        ({"k": 5}, "k=5"),
+        ({"window": 13}, "window 13"),
+        ({"code": "hyb"}, "'hyb'"),
+        ({"axis": 2}, "axis 2"),
+        ({"block": 128}, "block 128"),
+        ({"stride": 255}, "stride=255"),
+        ({"rows": 0}, "rows=0"),
+    ],
+)
+def test_specs_refuse_what_the_format_has_not(change: dict, text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        TrellisSpec(**{"k": 3, "rows": 2, "cols": 256, "stride": 256, **change})
+
+
+def test_config_entries_are_read_back_or_refused() -> None:
+    spec = spec_for((1536, 576), k=3, axis=1)
+    assert TrellisSpec.from_config("m", spec.to_config()) == spec
+    with pytest.raises(ArtifactError, match=r"entry of m: expected the keys .*found \['k'\]"):
+        TrellisSpec.from_config("m", {"k": 3})
+    with pytest.raises(ArtifactError, match="entry of m: trellis k=9"):
+        TrellisSpec.from_config("m", {**spec.to_config(), "k": 9})
+    with pytest.raises(ArtifactError, match=r"m\.scales: expected float16 \[1536\], found float32"):
+        check_tensors("m", spec, np.zeros(spec.words_shape, np.uint32), np.zeros(1536, np.float32))
