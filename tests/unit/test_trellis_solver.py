@@ -7,11 +7,12 @@ import pytest
 
 from tqtool.errors import NumericalError, UserError
 from tqtool.formats.dtypes import DType, dtype_of
+from tqtool.formats.trellis import spec_for
 from tqtool.mathx import codes
 from tqtool.native import trellis_expand
 from tqtool.solve import trellis as solver
 from tqtool.solve.rtn import AffineRtn
-from tqtool.solve.trellis import TrellisCarrier, TrellisFakeQuant, TrellisOptions, TrellisPacked
+from tqtool.solve.trellis import TrellisCarrier, TrellisFakeQuant, TrellisOptions, TrellisPacked, encode_weight
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 
@@ -133,3 +134,12 @@ def test_codes_are_what_their_sources_say() -> None:
         assert codes.values(code, 16).std() == pytest.approx(1, abs=0.003)
         step = np.abs(codes.levels(code, 12) / codes.UNIT[code] - codes.values(code, 12))
         assert step.max() <= 0.51 / codes.UNIT[code]
+
+
+def test_rows_padded_to_blocks_are_coded_as_well() -> None:
+    weight = gaussian(40, 300)
+    options = TrellisOptions(k=3)
+    padded = encode_weight(NAME, weight, spec_for((40, 300), k=3, axis=1, pad_rows=True), options)
+    assert padded.spec.stride == 512
+    served = trellis_expand(padded.words, padded.scales, padded.spec)
+    assert np.sum((served - weight) ** 2) < 0.025 * np.sum(weight**2)
