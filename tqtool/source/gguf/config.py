@@ -51,6 +51,9 @@ def read_shape(file: GgufFile) -> ModelShape:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise SourceError(f"{file.path}: tensor 'token_embd.weight' [vocabulary, hidden] is missing")
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
+        raise SourceError(f"{file.path}: {len(tokens):,} tokens, but the embedding has {embedding.shape[0]:,} rows")
     layers = _size(file, "block_count")
     if layers > len(file.tensors):
         raise SourceError(
