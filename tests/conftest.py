@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 from tqtool.runtime.blas import ensure_blas
 
 ensure_blas()
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """TQ_MAX_SKIPS: more skipped tests than that is a failure, so that a lost dependency cannot hide a tier."""
+    limit = os.environ.get("TQ_MAX_SKIPS")
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if limit is None or reporter is None or exitstatus != 0:
+        return
+    skipped = len(reporter.stats.get("skipped", []))
+    if skipped > int(limit):
+        reporter.write_line(f"{skipped} tests were skipped, at most {limit} may be (TQ_MAX_SKIPS)", red=True)
+        session.exitstatus = 1

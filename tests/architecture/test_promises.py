@@ -1,0 +1,82 @@
+"""Promises about the package as a whole: start-up, sizes, independence of the oracles, generated files."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "tqtool").rglob("*.py"))
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """`tqtool --help` must feel instant; what makes it slow is an import, so imports are what is tested, not time."""
+    heavy = (
+        "mlx",
+        "mlx_lm",
+        "numpy",
+        "scipy",
+        "transformers",
+        "torch",
+        "gguf",
+        "huggingface_hub",
+        "pydantic",
+        "matplotlib",
+    )
+    code = (
+        "import sys; sys.argv = ['tqtool', '--help']\n"
+        "from tqtool.cli.app import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        f"print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)"
+    )
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "trellis" in done.stdout
+    assert done.stderr.strip() == "[]"
+    assert time.monotonic() - started < 30  # a hang, not a speed
+
+
+def test_modules_can_be_read_in_one_sitting() -> None:
+    long = {str(path.relative_to(ROOT)): n for path in SOURCES if (n := len(path.read_text().splitlines())) > 400}
+    assert not long
+
+
+def test_oracles_are_independent() -> None:
+    for path in (ROOT / "tests" / "oracles").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.split(".")[0] in ("tqtool", "mlx", "mlx_lm") for name in names), path.name
+
+
+@pytest.mark.parametrize("script", ["kernels/generate_constants.py", "docs/generate_cli.py"])
+def test_generated_files_are_fresh(script: str) -> None:
+    done = subprocess.run([sys.executable, ROOT / script, "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_error_has_its_documented_exit_code() -> None:
+    from tqtool import errors
+
+    codes = {name: kind.exit_code for name, kind in vars(errors).items() if isinstance(kind, type)}
+    expected = {
+        "UserError": 2,
+        "SourceError": 2,
+        "NumericalError": 3,
+        "ArtifactError": 4,
+        "BackendError": 5,
+        "TqError": 1,
+    }
+    assert {name: code for name, code in codes.items() if name in expected} == expected
+
+
+def test_the_changelog_knows_the_version() -> None:
+    import tomllib
+
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
