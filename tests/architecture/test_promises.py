@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,29 +15,16 @@ SOURCES = sorted((ROOT / "tqtool").rglob("*.py"))
 
 def test_help_imports_nothing_heavy() -> None:
     """`tqtool --help` must feel instant; what makes it slow is an import, so imports are what is tested, not time."""
-    heavy = (
-        "mlx",
-        "mlx_lm",
-        "numpy",
-        "scipy",
-        "transformers",
-        "torch",
-        "gguf",
-        "huggingface_hub",
-        "pydantic",
-        "matplotlib",
-    )
+    heavy = "mlx mlx_lm numpy scipy transformers torch gguf huggingface_hub pydantic matplotlib".split()
     code = (
         "import sys; sys.argv = ['tqtool', '--help']\n"
         "from tqtool.cli.app import main\n"
         "try: main()\nexcept SystemExit: pass\n"
         f"print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)"
     )
-    started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "trellis" in done.stdout
     assert done.stderr.strip() == "[]"
-    assert time.monotonic() - started < 30  # a hang, not a speed
 
 
 def test_modules_can_be_read_in_one_sitting() -> None:
