@@ -15,7 +15,18 @@ SOURCES = sorted((ROOT / "tqtool").rglob("*.py"))
 
 def test_help_imports_nothing_heavy() -> None:
     """`tqtool --help` must feel instant; what makes it slow is an import, so imports are what is tested, not time."""
-    heavy = "mlx mlx_lm numpy scipy transformers torch gguf huggingface_hub pydantic matplotlib".split()
+    heavy = [
+        "mlx",
+        "mlx_lm",
+        "numpy",
+        "scipy",
+        "transformers",
+        "torch",
+        "gguf",
+        "huggingface_hub",
+        "pydantic",
+        "matplotlib",
+    ]
     code = (
         "import sys; sys.argv = ['tqtool', '--help']\n"
         "from tqtool.cli.app import main\n"
