@@ -72,8 +72,18 @@ def test_every_error_has_its_documented_exit_code() -> None:
     assert {name: code for name, code in codes.items() if name in expected} == expected
 
 
+def test_the_public_names_are_these() -> None:
+    import tqtool
+
+    assert sorted(tqtool.__all__) == ["LoadedModel", "__version__", "load"]
+    assert all(getattr(tqtool, name) for name in tqtool.__all__)
+
+
 def test_the_changelog_knows_the_version() -> None:
     import tomllib
 
+    import tqtool
+
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert tqtool.__version__ == version
     assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
