@@ -1,15 +1,15 @@
 """Typed face of ``tqtool._native``, the C++ compiled from ``kernels/cpu``. numpy in, numpy out, all cores.
 
 ``threads=0`` means one per core; results never depend on it. ``force`` names an instruction set (``avx512``,
-``avx2``, ``neon``,
-``scalar``) for tests; by default the best that the machine has is used.
+``avx2``, ``neon``, ``scalar``) for tests; by default the best that the machine has is used.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TypeVar
+from importlib import import_module
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,8 @@ from tqtool.formats.trellis import TrellisSpec
 from tqtool.mathx import codes, hadamard
 
 try:
-    from tqtool import _native  # type: ignore[attr-defined]  # compiled
+    # By name: the module has no Python source, and `from tqtool import …` would tie this layer to the package's top.
+    _native: Any = import_module("tqtool._native")
 except ImportError as error:  # pragma: no cover - a broken installation
     raise BackendError(
         f"the compiled module tqtool._native cannot be loaded: {error}",
