@@ -85,10 +85,10 @@ def show_tensors(report: Inspection) -> None:
     rows: list[tuple[object, ...]] = []
     for group in report.groups:
         shape = "×".join(map(str, group.shape))
-        row = (group.pattern, group.count, shape, group.dtype, readable_bytes(group.size_bytes))
+        row = (group.pattern.removesuffix(".weight"), group.count, shape, group.dtype, readable_bytes(group.size_bytes))
         rows.append((*row, group.role, group.convert, _short(group.rotate), group.trellis) if plans else row)
     if plans:
-        columns = (*columns, "role", "convert -q", "--rotate-weights", "trellis")
+        columns = (*columns, "role", "convert -q", "--rotate-weights", "trellis, all modules")
     emit_line()
     emit_table(columns, rows)
 
@@ -98,36 +98,40 @@ def show_verbs(report: Inspection) -> None:
     from tqtool.cli.render import emit_line, emit_table
     from tqtool.pipeline.preflight import readable_bytes
 
-    verbs = [
-        (row.verb, "yes" if row.possible else "no", row.detail + (f" ({row.hint})" if row.hint else ""))
-        for row in report.verbs
-    ]
-    emit_line()
-    emit_table(("verb", "", "what it would do"), verbs)
-    if report.estimates:
-        emit_line()
-        rows = [
-            (
-                row.form,
-                readable_bytes(row.tensor_bytes),
-                f"{row.bits_per_weight:.3f}",
-                readable_bytes(row.disk_bytes),
-                readable_bytes(row.convert_memory_bytes),
+    rows: list[tuple[object, ...]] = []
+    reasons: set[str] = set()
+    for row in report.verbs:
+        detail = row.detail + (f" ({row.hint})" if row.hint else "")
+        if not row.possible and row.detail in reasons:
+            detail = "as above" + (f" ({row.hint})" if row.hint else "")
+        reasons.add(row.detail)
+        size = row.estimate
+        figures = (
+            ("", "", "", "")
+            if size is None
+            else (
+                readable_bytes(size.tensor_bytes),
+                f"{size.bits_per_weight:.3f}",
+                readable_bytes(size.disk_bytes),
+                readable_bytes(size.peak_memory_bytes),
             )
-            for row in report.estimates
-        ]
-        emit_table(("estimate", "weights", "bits/weight", "on disk", "peak memory to make"), rows)
-    wasted = [row for row in report.padding if row.share >= WASTE_SHOWN]
-    if wasted:
+        )
+        rows.append((row.verb, "yes" if row.possible else "no", *figures, detail))
+    emit_line()
+    emit_table(("verb", "", "weights", "bits/weight", "disk", "memory", "what it would do"), rows)
+    for warning in dict.fromkeys(warning for row in report.verbs for warning in row.warnings):
+        emit_line(f"warning: {warning}")
+    if report.padding:
         emit_line()
+        wasted = [row for row in report.padding if row.share >= WASTE_SHOWN]
+        if not wasted:
+            emit_line("trellis padding: under 0.05 % of every module")
+            return
         padding = [
             (row.pattern, row.count, "×".join(map(str, row.shape)), row.axis, f"{100 * row.share:.2f} %")
             for row in wasted
         ]
         emit_table(("trellis padding", "n", "shape", "axis", "waste"), padding)
-    elif report.padding:
-        emit_line()
-        emit_line("trellis padding: none on either axis worth mentioning (whole blocks of 256, or under 0.05 %)")
 
 
 def _short(folds: str) -> str:

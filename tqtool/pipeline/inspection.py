@@ -18,10 +18,11 @@ from typing import Any, Final
 from tqtool.errors import TqError
 from tqtool.formats.manifest import MANIFEST_NAME
 from tqtool.formats.trellis import specs_from_config
-from tqtool.pipeline.outlook import Estimate, Outlook, PaddingRow, VerbRow, gguf_outlook, outlook, quantized_outlook
+from tqtool.pipeline.outlook import Outlook, PaddingRow, VerbRow, gguf_outlook, outlook, quantized_outlook
 from tqtool.source.checkpoint import Checkpoint, open_checkpoint
 from tqtool.source.checks import quantization_evidence
 from tqtool.source.config import text_config
+from tqtool.source.gguf.families import TABLES
 from tqtool.source.gguf.reader import MAGIC, GgufFile, read_gguf
 from tqtool.transform.families import EMBEDDING, HEAD
 
@@ -96,7 +97,6 @@ class Inspection:
     groups: tuple[TensorGroup, ...]
     verbs: tuple[VerbRow, ...]
     padding: tuple[PaddingRow, ...]
-    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -137,7 +137,6 @@ def inspect_model(path_or_id: str, *, revision: str | None = None) -> Inspection
         groups=_groups(checkpoint, view),
         verbs=view.verbs,
         padding=view.padding,
-        estimates=view.estimates,
         warnings=checkpoint.warnings,
     )
 
@@ -151,7 +150,7 @@ def _is_gguf(path: Path) -> bool:
 
 def _inspect_gguf(file: GgufFile) -> Inspection:
     view = gguf_outlook(file)
-    elements = {name: tensor.n_elements for name, tensor in file.tensors.items() if name not in view.roles}
+    elements = {name: tensor.n_elements for name, tensor in file.tensors.items() if name not in TABLES}
     groups: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
     for tensor in file.tensors.values():
         key = (_LAYER.sub(".*.", tensor.name), tensor.shape, tensor.kind.name)
@@ -189,7 +188,6 @@ def _inspect_gguf(file: GgufFile) -> Inspection:
         ),
         verbs=view.verbs,
         padding=(),
-        estimates=(),
         warnings=(),
     )
 
