@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
 
         plan: ImportPlan = plan_import(file, out, dtype=DType[dtype.name])
         if not dry_run:
-            with progress("import", plan.n_parameters) as advance:
+            with progress("import", plan.n_parameters, quiet=as_json) as advance:
                 run_import(plan, advance)
         if as_json:
             emit_json({**plan.to_json(), "written": not dry_run})
