@@ -39,6 +39,7 @@ def test_three_bit_words_by_hand() -> None:
     words = pack(codes, 3)
     bits = "".join(format((index + 1) % 8, "03b")[::-1] for index in range(32))
     assert [int(bits[32 * i : 32 * i + 32][::-1], 2) for i in range(3)] == words[0].tolist()
+    assert words[0, 0] == 0xD11F58D1  # the example of docs/formats/affine.md
     np.testing.assert_array_equal(unpack(words, 3), codes)
 
 
