@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -171,6 +172,14 @@ def test_manifest_accounts_for_every_byte(source: Path, tmp_path: Path) -> None:
     assert totals.code_bits_per_weight == pytest.approx(8 * codes / parameters, rel=1e-12)
     assert b"source" in files["tqtool/manifest.json"]
     assert str(tmp_path).encode() not in b"".join(files.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"rotation_seed": 42}, {"packing": None}])
+def test_manifest_has_the_hash_of_every_source_tensor(source: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    manifest = convert(source, tmp_path / "out", **options).manifest
+    arrays = Tiny().tensors()
+    for record in manifest.tensors:
+        assert record.source_sha256 == hashlib.sha256(arrays[record.source].tobytes()).hexdigest(), record.name
 
 
 def test_manifest_notices_other_values_in_the_same_layout(source: Path, tmp_path: Path) -> None:

@@ -91,6 +91,23 @@ def test_impossible_combinations(arguments: dict[str, object], message: str) -> 
         AffineSpec(**arguments)
 
 
+def test_every_code_of_the_small_floats() -> None:
+    """All codes, also those ``mx.quantize`` never writes (negative zero, subnormal and NaN scales)."""
+    scale = np.array([[127, 127]], np.uint8)  # 2^0
+    codes = np.concatenate([np.arange(16), np.arange(16)[::-1]]).astype(np.uint8)[None, :]
+    words = pack(np.tile(codes, 2), 4)
+    mxfp4 = dequantize(words, scale, None, AffineSpec(bits=4, group_size=32, mode="mxfp4"))
+    np.testing.assert_array_equal(mxfp4[0, :32], [oracle.e2m1(int(code)) for code in codes[0]])
+    assert np.signbit(mxfp4[0, 8])
+    every = np.arange(256, dtype=np.uint8)[None, :]
+    scales = np.full((1, 8), 127, np.uint8)
+    mxfp8 = dequantize(pack(every, 8), scales, None, AffineSpec(bits=8, group_size=32, mode="mxfp8"))
+    np.testing.assert_array_equal(mxfp8[0], [oracle.e4m3(code) for code in range(256)])
+    ones = np.full((1, 256 * 16), 2, np.uint8)  # E2M1 code 2 is 1.0
+    nvfp4 = dequantize(pack(ones, 4), every, None, AffineSpec(bits=4, group_size=16, mode="nvfp4"))
+    np.testing.assert_array_equal(nvfp4[0, ::16], [oracle.e4m3(code) for code in range(256)])
+
+
 def test_affine_needs_biases() -> None:
     spec = AffineSpec(bits=4, group_size=32)
     with pytest.raises(ValueError, match="biases"):

@@ -66,7 +66,15 @@ def test_shards_are_cut_and_named_as_mlx_lm_does(tmp_path: Path) -> None:
     assert list(shards.values()) == [["t0", "t1"], ["t2"], ["t3", "t4"]]
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_bytes())
     assert index["weight_map"] == {tensor: name for name in names for tensor in shards[name]}
-    assert list(index["weight_map"]) == sorted(index["weight_map"])
+
+
+def test_the_index_is_sorted_whatever_the_order_in_the_file(tmp_path: Path) -> None:
+    tensors = [StoredTensor(name=name, dtype=DType.F32, shape=(1,)) for name in ("b", "c", "a")]
+    write_all(tmp_path / "out", tensors)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_bytes())
+    assert list(index["weight_map"]) == ["a", "b", "c"]
+    header = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert header.index(b'"b"') < header.index(b'"c"') < header.index(b'"a"')
 
 
 @pytest.mark.parametrize("limit", [1, 39, 40, 41, 80, 81, 1 << 30])
