@@ -1,4 +1,4 @@
-"""The demo: quantize a real model in several ways, measure what each costs, talk to the smallest good one.
+"""The demo: quantize a real model in several ways, measure what each costs, talk to a packed one.
 
     python benchmarks/ladder.py [--work build/demo]        SmolLM2-135M-Instruct, about 8 minutes on 2 cores
     python benchmarks/ladder.py --quick --work DIR         a tiny random model, seconds
@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import shlex
 import shutil
@@ -58,14 +59,17 @@ def rtn(bits: int, *, rotated: bool = False, wide: bool = True) -> Arm:
     return Arm(name=name, series=series, linears=f"affine {bits}-bit g64", embedding=embedding, command=tuple(command))
 
 
-def trellis(k: int, *, rotated: bool) -> Arm:
-    """All linear layers on the trellis; the embedding (and an untied head) affine at 6 bits, the verb's default."""
+def trellis(k: int, *, rotated: bool, modules: str = "mlp") -> Arm:
+    """MLP (the verb's default) or all linear layers on the trellis; the other modules at the default, 6 bits."""
     return Arm(
-        name=f"trellis-k{k}" + ("-rotated" if rotated else ""),
-        series="trellis, rotated" if rotated else "trellis",
-        linears=f"trellis k={k}",
+        name=f"trellis-k{k}" + ("-rotated" if rotated else "") + ("" if modules == "mlp" else f"-{modules}"),
+        series="trellis" + (", rotated" if rotated else "") + ("" if modules == "mlp" else ", attention too"),
+        linears=f"trellis k={k}" + (", attention affine 6-bit g64" if modules == "mlp" else ""),
         embedding="affine 6-bit g64, " + ("head apart" if rotated else "tied"),
-        command=("trellis", "--k", str(k), "--rotate-weights" if rotated else "--no-rotate-weights"),
+        command=(
+            *("trellis", "--k", str(k), "--modules", modules),
+            "--rotate-weights" if rotated else "--no-rotate-weights",
+        ),
     )
 
 
@@ -81,6 +85,8 @@ ARMS = (
     trellis(3, rotated=False),
     trellis(4, rotated=True),
     trellis(3, rotated=True),
+    trellis(4, rotated=True, modules="all"),
+    trellis(3, rotated=True, modules="all"),
 )
 QUICK_ARMS = tuple(arm for arm in ARMS if arm.name in ("source", "rtn-4-stock", "rtn-3-rotated", CHAT_ARM))
 
@@ -208,11 +214,13 @@ def score(setting: Setting, arm: Arm) -> dict[str, Any]:
     started = time.monotonic()
     report = json.loads(run(str(TQTOOL), *command, capture=True, threads=setting.jobs))
     size_bytes = sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
+    weights = source_weights(setting)
     row = {
         **{name: value for name, value in asdict(arm).items() if name != "command"},
         "command": shlex.join(("tqtool", *arm.command)) if arm.command else None,
         "weight_bytes": size_bytes,
-        "bits_per_source_weight": 8 * size_bytes / source_weights(setting),
+        "bits_per_source_weight": 8 * size_bytes / sum(weights.values()),
+        "bits_per_linear_weight": 8 * linear_bytes(folder) / weights["linear"],
         "manifest": manifest_hash(folder),
         "score_s": time.monotonic() - started,
         "score": report,
@@ -249,11 +257,9 @@ def write_report(setting: Setting, rows: list[dict[str, Any]], elapsed_s: float)
 
 
 def print_table(report: dict[str, Any]) -> None:
-    print(
-        f"\n{report['model']}, {report['windows']} windows of {report['context']} tokens of {report['text']}; "
-        "bpw: all bytes of the weight files over the weights of the source\n"
-    )
-    head = ("arm", "linear layers", "embedding and head", "bpw", "MB", "KL ± se", "ppl", "top-1")
+    print(f"\n{report['model']}, {report['windows']} windows of {report['context']} tokens of {report['text']}")
+    print("bpw: all bytes of the weight files over the weights of the source; linear: of the linear layers alone\n")
+    head = ("arm", "linear layers", "embedding and head", "bpw", "linear", "MB", "KL ± se", "ppl", "top-1")
     lines = [head]
     for row in report["rows"]:
         score = row["score"]
@@ -265,6 +271,7 @@ def print_table(report: dict[str, Any]) -> None:
                 row["linears"],
                 row["embedding"],
                 f"{row['bits_per_source_weight']:.2f}",
+                f"{row['bits_per_linear_weight']:.2f}",
                 f"{row['weight_bytes'] / 1e6:.1f}",
                 f"{kl['mean']:.4f} ± {error:.4f}",
                 f"{score['ppl']:.2f}",
@@ -290,7 +297,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     series: dict[str, list[dict[str, Any]]] = {}
     for row in report["rows"]:
         series.setdefault(row["series"], []).append(row)
-    for (name, rows), marker in zip(series.items(), "*osD^v", strict=True):
+    for (name, rows), marker in zip(series.items(), "*osD^vP", strict=False):
         points = (
             sorted((row["weight_bytes"] / 1e6, row["score"]["kl"], row["linears"]) for row in rows)
             if name != "source"
@@ -303,7 +310,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
         errors = [max(kl["se_tokens"] or 0, kl["se_windows"] or 0) for _, kl, _ in points]
         axes.errorbar(sizes, means, yerr=errors, marker=marker, markersize=7, capsize=3, label=name)
         for size, mean, (_, _, what) in zip(sizes, means, points, strict=True):
-            short = what.replace("affine ", "").replace(" g64", "").replace("trellis ", "")
+            short = what.split(",")[0].replace("affine ", "").replace(" g64", "").replace("trellis ", "")
             axes.annotate(short, (size, mean), textcoords="offset points", xytext=(7, 5), fontsize=8)
     source = series["source"][0]
     axes.set_yscale("log")
@@ -354,10 +361,9 @@ def sha256(path: Path) -> str:
 
 
 def manifest_hash(folder: Path) -> str:
-    """Hash of the manifest, which has the hash of every other file."""
-    return (
-        sha256(folder / "tqtool" / "manifest.json") if (folder / "tqtool").exists() else sha256(folder / "config.json")
-    )
+    """Hash of the manifest, which has the hash of every other file; of the config where there is none."""
+    manifest = folder / "tqtool" / "manifest.json"
+    return sha256(manifest if manifest.is_file() else folder / "config.json")
 
 
 def code_hash() -> str:
@@ -372,18 +378,25 @@ def code_hash() -> str:
     return digest([sha256(file) for file in files])
 
 
-def source_weights(setting: Setting) -> int:
-    """Number of weights in the source."""
+def source_weights(setting: Setting) -> dict[str, int]:
+    """Number of weights in the source: in linear layers of the blocks, and in everything else."""
     from tqtool.source.checkpoint import open_checkpoint
 
     shapes = open_checkpoint(str(setting.source)).shapes()
-    total = 0
-    for shape in shapes.values():
-        count = 1
-        for size in shape:
-            count *= size
-        total += count
-    return total
+    linear = sum(math.prod(shape) for name, shape in shapes.items() if is_linear(name))
+    return {"linear": linear, "other": sum(map(math.prod, shapes.values())) - linear}
+
+
+def linear_bytes(folder: Path) -> int:
+    """Bytes of the linear layers of the blocks: words, scales, biases."""
+    from tqtool.formats.safetensors import read_header
+
+    headers = [read_header(file) for file in folder.glob("model*.safetensors")]
+    return sum(tensor.size_bytes for header in headers for tensor in header.tensors.values() if is_linear(tensor.name))
+
+
+def is_linear(name: str) -> bool:
+    return "_proj." in name
 
 
 if __name__ == "__main__":

@@ -275,6 +275,10 @@ def test_sums_do_not_depend_on_the_chunk(monkeypatch):
 
 def test_equal_logits_are_ranked_by_id():
     np.testing.assert_array_equal(top_ids(np.array([[1, 3, 3, 0, 3]], np.float32), 5), [[1, 2, 4, 0, 3]])
+    many = np.random.default_rng(0).integers(0, 40, (50, 200)).astype(np.float32)
+    found = top_ids(many, 30).astype(np.int64)
+    ranks = list(zip(-np.take_along_axis(many, found, axis=1), found, strict=True))
+    assert all((np.lexsort((ids, values)) == np.arange(30)).all() for values, ids in ranks)
 
 
 def test_estimate_of_one_value_has_no_error():

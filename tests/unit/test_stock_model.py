@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.oracles import trellis_stream
+from tests.support.tiny_models import Tiny
 from tqtool.formats.trellis import spec_for
 from tqtool.mathx import codes
 from tqtool.runtime import stock_model
@@ -108,3 +109,23 @@ def test_impossible_specs_are_refused(change):
     spec = spec_for((4, 256), k=3, axis=1).to_config() | change
     with pytest.raises(ValueError, match="not decodable"):
         TrellisLinear(spec, bias=False, codes=None)
+
+
+@pytest.mark.parametrize(
+    ("trellis", "message"),
+    [
+        ({"format_version": 2, "modules": {}}, "format_version: expected 1, found 2"),
+        ({"modules": {}}, "format_version: expected 1, found None"),
+        (
+            {"format_version": 1, "modules": {"model.norm": spec_for((4, 256), k=3, axis=1).to_config()}},
+            "trellis module model.norm: expected a Linear layer, found RMSNorm",
+        ),
+        (
+            {"format_version": 1, "modules": {"model.absent": spec_for((4, 256), k=3, axis=1).to_config()}},
+            "trellis module model.absent: expected a Linear layer, found NoneType",
+        ),
+    ],
+)
+def test_the_module_file_refuses_what_it_does_not_know(trellis, message):
+    with pytest.raises(ValueError, match=message):
+        stock_model.Model(stock_model.ModelArgs.from_dict(Tiny().config() | {"trellis": trellis}))

@@ -55,6 +55,15 @@ def test_reading_only_the_start_changes_nothing(tmp_path, monkeypatch, count):
     np.testing.assert_array_equal(found.tokens.reshape(-1), words[:70])
 
 
+def test_a_word_that_the_cut_breaks_is_never_used(tmp_path, monkeypatch):
+    words = write(tmp_path / "t", 500)
+    reader = tokenizer(tmp_path / "k")
+    monkeypatch.setattr(text_module, "CHARACTERS_PER_TOKEN", 1)
+    for count in range(2, 90):  # some of them end exactly at the cut
+        found = read_windows(reader, tmp_path / "t", windows=1, context=count)
+        np.testing.assert_array_equal(found.tokens[0], words[:count])
+
+
 def test_too_short_missing_or_binary(tmp_path):
     write(tmp_path / "t", 50)
     with pytest.raises(UserError, match="6 windows of 10 need 60 tokens, the text has 50") as caught:
