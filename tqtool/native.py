@@ -79,6 +79,33 @@ def hadamard_transform(
     return result
 
 
+# ------------------------------------------------------------------------------------------ affine rounding
+def affine_quantize(
+    weight: NDArray[Any], *, bits: int, group_size: int, threads: int = 0, force: str = ""
+) -> tuple[NDArray[np.uint32], NDArray[np.float32], NDArray[np.float32]]:
+    """Round ``[rows, in]`` (float32 or bfloat16, finite) to the bits that ``mx.quantize`` gives in affine mode.
+
+    Returns:
+        Words uint32 ``[rows, in·bits/32]``; scales and biases ``[rows, in/group]`` in float32, not yet rounded to
+        the weight's dtype as MLX stores them.
+
+    Raises:
+        BackendError: Shapes, dtypes or memory layout do not fit, or the instruction set is not available.
+    """
+    rows, width = weight.shape
+    words = np.empty((rows, width * bits // 32), np.uint32)
+    scales, biases = np.empty((2, rows, width // group_size), np.float32)
+    is_float32 = weight.dtype == np.float32
+    run = _native.affine_quantize_f32 if is_float32 else _native.affine_quantize_bf16
+    source = weight if is_float32 else weight.view(np.uint16)
+    try:
+        run(source, words, scales, biases, bits, group_size, threads, force)
+    except (TypeError, ValueError) as error:
+        what = f"{weight.dtype} {list(weight.shape)}, group {group_size}"
+        raise BackendError(f"affine_quantize: {what}: {error}") from error
+    return words, scales, biases
+
+
 # ---------------------------------------------------------------------------------------------- trellis
 def viterbi_encode(
     x: NDArray[np.int16],

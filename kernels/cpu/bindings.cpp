@@ -5,4 +5,5 @@ NB_MODULE(_native, m) {
   bind_hadamard(m);
   bind_encode(m);
   bind_decode(m);
+  bind_affine(m);
 }

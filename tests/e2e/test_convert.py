@@ -54,7 +54,7 @@ def test_same_bytes_whatever_the_output_name_shards_of_work_and_threads(
 ) -> None:
     convert(source, tmp_path / "a", rotation_seed=42, rules=("*down_proj=bits:3,group:32",))
     monkeypatch.setattr(rtn, "CHUNK_ELEMENTS", 1000)
-    monkeypatch.setattr(rtn, "MAX_THREADS", 1)
+    monkeypatch.setattr(rtn, "MAX_STREAMS", 1)
     convert(source, tmp_path / "b", rotation_seed=42, rules=("*down_proj=bits:3,group:32",))
     first, second = all_files(tmp_path / "a"), all_files(tmp_path / "b")
     assert first == second

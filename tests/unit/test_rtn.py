@@ -7,7 +7,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tqtool.errors import NumericalError, UserError
+from tqtool import native
+from tqtool.errors import BackendError, NumericalError, UserError
 from tqtool.formats.affine import AFFINE_BITS, AFFINE_GROUPS, FP_MODES
 from tqtool.formats.dtypes import DType, dtype_of
 from tqtool.solve import rtn
@@ -32,6 +33,12 @@ def special_weight(rows: int = 37, width: int = 384) -> np.ndarray:
     weight[6] = np.abs(weight[6])
     weight[7] = -np.abs(weight[7])
     weight[8] *= 1e30
+    weight[9] = np.where(np.arange(width) % 3 == 0, -0.0, 0.0)  # both zeros, in an order that lanes would lose
+    weight[10] = np.abs(weight[10]) * (np.arange(width) % 7 > 2)
+    weight[10, 1::5] = -0.0
+    weight[11] = 1e38 * np.where(np.arange(width) % 2, 1, -1)
+    weight[12] = np.round(weight[12] * 4) / 4  # many exact ties
+    weight[13] = 1e-8 * weight[13]  # below the smallest scale
     return weight
 
 
@@ -132,6 +139,17 @@ def test_indivisible_shapes_are_refused_before_work(shape: tuple[int, ...]) -> N
         AffineRtn(bits=4, group_size=64).outputs(NAME, shape)
 
 
+def test_a_range_that_overflows_is_an_error() -> None:
+    """MLX would store an infinite scale, and every value of the group would come back as NaN."""
+    weight = np.zeros((4, 128), np.float32)
+    weight[2, :64] = 3e38 * np.where(np.arange(64) % 2, 1, -1)
+    with pytest.raises(NumericalError, match=r"up_proj\.scales: a group's range does not fit F32"):
+        AffineRtn(bits=1, group_size=64, dtype=DType.F32).run(NAME, weight)
+    weight[2, :64] = 6e4 * np.where(np.arange(64) % 2, 1, -1)
+    with pytest.raises(NumericalError, match="does not fit F16"):
+        AffineRtn(bits=1, group_size=64, dtype=DType.F16).run(NAME, weight)
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5)])
 def test_float_store_keeps_shape(shape: tuple[int, ...]) -> None:
     values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
@@ -155,3 +173,40 @@ def test_float16_overflow_is_an_error() -> None:
 def test_integers_pass() -> None:
     values = np.arange(6, dtype=np.int64).reshape(2, 3)
     np.testing.assert_array_equal(FloatStore(dtype=DType.I64).run("x", values).tensors["x"], values)
+
+
+@pytest.mark.parametrize("force", ["scalar", "avx2", "avx512"])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("bits", AFFINE_BITS)
+def test_every_instruction_set_gives_the_same_bits(force: str, dtype: type, bits: int) -> None:
+    weight = special_weight().astype(dtype)
+    try:
+        words, scales, biases = native.affine_quantize(weight, bits=bits, group_size=32, force=force)
+    except BackendError as error:
+        pytest.skip(str(error))
+    expected = native.affine_quantize(weight, bits=bits, group_size=32, threads=1)
+    for ours, reference in zip((words, scales, biases), expected, strict=True):
+        assert ours.tobytes() == reference.tobytes()
+    if dtype is np.float32:
+        assert [a.tobytes() for a in (words, scales, biases)] == mlx_bytes(weight, bits, 32, "affine")
+
+
+def test_random_weights_in_bulk() -> None:
+    """A million weights of the shapes models have: heavy tails, tiny and large rows."""
+    rng = np.random.default_rng(11)
+    weight = (rng.standard_t(3, (512, 2048)) * np.exp(rng.normal(0, 4, (512, 1)))).astype(ml_dtypes.bfloat16)
+    for bits, group in ((1, 64), (2, 128), (3, 64), (4, 32), (5, 128), (6, 64), (8, 128)):
+        result = AffineRtn(bits=bits, group_size=group).run(NAME, weight)
+        assert our_bytes(result) == mlx_bytes(weight, bits, group, "affine")
+
+
+def test_the_kernel_refuses_what_does_not_fit() -> None:
+    weight = np.zeros((4, 128), np.float32)
+    with pytest.raises(BackendError, match="group: expected 32, 64, 96 or 128"):
+        native.affine_quantize(weight, bits=4, group_size=16)
+    with pytest.raises(BackendError, match="bits: expected 1 to 8"):
+        native.affine_quantize(weight, bits=9, group_size=64)
+    with pytest.raises(BackendError, match="unknown instruction set"):
+        native.affine_quantize(weight, bits=4, group_size=64, force="mmx")
+    with pytest.raises(BackendError, match="affine_quantize: float32"):
+        native.affine_quantize(np.zeros((128, 4), np.float32).T, bits=4, group_size=64)

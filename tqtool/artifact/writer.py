@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,7 @@ class ArtifactWriter:
         self._file: IO[bytes] | None = None
         self._file_hash = hashlib.sha256()
         self._committed = False
+        self._hasher = ThreadPoolExecutor(max_workers=1)
 
     @property
     def folder(self) -> Path:
@@ -113,6 +115,7 @@ class ArtifactWriter:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._hasher.shutdown()
         if self._file is not None:
             self._file.close()
         if not self._committed:
@@ -133,8 +136,9 @@ class ArtifactWriter:
             if tensor is shard.tensors[0]:
                 self._begin(shard)
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-            self.tensor_sha256[name] = hashlib.sha256(data).hexdigest()
+            digest = self._hasher.submit(hashlib.sha256, data)  # beside the hash of the file
             self._put(data)
+            self.tensor_sha256[name] = digest.result().hexdigest()
             if tensor is shard.tensors[-1]:
                 self._end(shard)
         self._left -= 1

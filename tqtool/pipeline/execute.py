@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from tqtool.artifact.writer import ArtifactWriter
 from tqtool.errors import ArtifactError, NumericalError
 from tqtool.formats.dtypes import dtype_of
 from tqtool.formats.manifest import MANIFEST_NAME, Manifest, TensorRecord, encode
+from tqtool.pipeline.hashing import BackgroundHash
 from tqtool.pipeline.plan import Work
 from tqtool.pipeline.provenance import (
     OPTIQ_NAME,
@@ -42,16 +42,30 @@ Check = Callable[[Path], None]
 class SourceReader:
     """Reads source tensors, refuses non-finite ones, and remembers the hash of each."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, executor: Executor) -> None:
         self._checkpoint = checkpoint
-        self.sha256: dict[str, str] = {}
+        self._executor = executor
+        self._hashes: dict[str, BackgroundHash] = {}
+
+    def sha256(self, name: str) -> str:
+        """Hash of the source tensor ``name``, which was read whole."""
+        return self._hashes[name].hexdigest()
+
+    def all_sha256(self) -> dict[str, str]:
+        """Hashes of all tensors read."""
+        return {name: self.sha256(name) for name in self._hashes}
+
+    def has_read(self, name: str) -> bool:
+        """True when ``name`` was read, so that it was checked and has a hash."""
+        return name in self._hashes
 
     def read(self, name: str) -> NDArray[Any]:
         """The tensor ``name`` in its stored dtype."""
         array = self._checkpoint.tensors[name].read()
-        if name not in self.sha256:
+        if name not in self._hashes:
             require_finite(name, array)
-            self.sha256[name] = hashlib.sha256(_bytes(array)).hexdigest()
+            self._hashes[name] = BackgroundHash(self._executor)
+            self._hashes[name].update(_bytes(array))
         return array
 
     def rows(self, name: str) -> ReadRows:
@@ -60,8 +74,8 @@ class SourceReader:
         if len(ref.shape) < 2:
             whole = self.read(name)
             return lambda start, stop: whole
-        digest = hashlib.sha256()
-        n_rows, at = math.prod(ref.shape[:-1]), 0
+        digest = self._hashes[name] = BackgroundHash(self._executor)
+        at = 0
 
         def read_rows(start: int, stop: int) -> NDArray[Any]:
             nonlocal at
@@ -74,8 +88,6 @@ class SourceReader:
                 raise
             digest.update(_bytes(chunk))
             at = stop
-            if at == n_rows:
-                self.sha256[name] = digest.hexdigest()
             return chunk
 
         return read_rows
@@ -85,15 +97,18 @@ def execute(job: Job, progress: Progress, check: Check | None) -> Manifest:
     """Write the artifact of ``job`` and return its manifest; see ``Job.run``."""
     planned = [stored for work in job.works for stored in work.stored]
     parameters = job.plan.totals.parameters
-    reader = SourceReader(job.checkpoint)
     records: list[TensorRecord] = []
-    with ArtifactWriter(job.out, planned, total_parameters=parameters, overwrite=job.extras.overwrite) as writer:
+    with (
+        ThreadPoolExecutor(max_workers=1) as hasher,
+        ArtifactWriter(job.out, planned, total_parameters=parameters, overwrite=job.extras.overwrite) as writer,
+    ):
+        reader = SourceReader(job.checkpoint, hasher)
         for work in job.works:
             result = quantize(work, reader)
             for name, array in result.tensors.items():
                 writer.write(name, array)
             notes = (*job.extras.notes.get(work.output.name, ()), *result.notes)
-            records.append(tensor_record(work, result, notes, reader.sha256[work.output.source], writer))
+            records.append(tensor_record(work, result, notes, reader.sha256(work.output.source), writer))
             del result  # not held while the next tensor is read
             progress(work.parameters, work.output.name)
         manifest = _write_companions(job, writer, reader, records)
@@ -110,7 +125,7 @@ def quantize(work: Work, reader: SourceReader) -> QuantResult:
         result = work.quantizer.run_rows(output.name, output.shape, reader.rows(output.source))
     else:
         weight = apply_folds(output, reader.read)
-        if output.source not in reader.sha256:
+        if not reader.has_read(output.source):
             reader.read(output.source)  # a fill reads nothing, but provenance and finiteness cover every source
         result = work.quantizer.run(output.name, weight)
     found = [(name, dtype_of(array), tuple(array.shape)) for name, array in result.tensors.items()]
@@ -138,7 +153,9 @@ def _write_companions(job: Job, writer: ArtifactWriter, reader: SourceReader, re
     for path in job.checkpoint.files:
         if path.name not in writer.files:
             writer.copy_file(path.name, path)
-    manifest = build_manifest(job, records=records, transforms=transforms, source_sha256=reader.sha256, writer=writer)
+    manifest = build_manifest(
+        job, records=records, transforms=transforms, source_sha256=reader.all_sha256(), writer=writer
+    )
     writer.add_bytes(MANIFEST_NAME, encode(manifest))
     return manifest
 

@@ -1,8 +1,7 @@
-"""Round to nearest: float tensors cast and stored, or packed by ``mx.quantize`` in row chunks.
+"""Round to nearest: float tensors cast and stored, or packed with the bytes of ``mx.quantize``, in row chunks.
 
-The bytes are those of ``mx.quantize`` on the whole weight: groups never cross a row, so rows are independent.
-Chunks bound the memory and let every core work, one MLX stream each. Scales and biases of the affine mode take
-the dtype of the weight that MLX sees, so the weight is rounded to ``dtype`` (half to even) first.
+Groups never cross a row, so rows are independent; chunks bound the memory. Scales and biases of the affine mode take
+the dtype of the weight that MLX sees, so the weight is rounded to ``dtype`` (half to even) before it is packed.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tqtool import native
 from tqtool.errors import NumericalError, UserError
 from tqtool.formats.affine import AffineSpec, Mode
 from tqtool.formats.dtypes import DType
@@ -25,13 +26,16 @@ from tqtool.solve.quantizer import ConfigEntry, QuantResult, ReadRows, StoredTen
 if TYPE_CHECKING:
     import mlx.core as mx
 
+Chunks = Iterable[tuple[int, NDArray[Any]]]
+"""First row and values ``[rows, in]`` in the model's dtype, in order."""
+
 CHUNK_ELEMENTS = 1 << 20
-"""Elements given to one ``mx.quantize`` call: 2 MB of bf16 stays in cache and hides the launch."""
+"""Elements packed by one call: 2 MB of bf16 stays in cache and hides the launch."""
 
 PENDING_CHUNKS = 2
-"""Chunks queued per stream, so that none idles while the next one is read."""
+"""Chunks queued per MLX stream, so that none idles while the next one is read."""
 
-MAX_THREADS = 8
+MAX_STREAMS = 8
 
 
 _SHORT = {DType.BF16: "bf16", DType.F16: "f16", DType.F32: "f32", DType.F64: "f64"}
@@ -93,7 +97,7 @@ class AffineRtn:
     group_size: int
     mode: Mode = "affine"
     dtype: DType = DType.BF16
-    threads: int | None = None
+    threads: int = 0
 
     def __post_init__(self) -> None:
         try:
@@ -139,30 +143,52 @@ class AffineRtn:
         return self.run_rows(name, weight.shape, lambda start, stop: rows[start:stop])
 
     def run_rows(self, name: str, shape: tuple[int, ...], read_rows: ReadRows) -> QuantResult:
-        """Pack a weight of ``shape`` that is read while it is packed.
-
-        Peak beyond the result: ``PENDING_CHUNKS`` chunks per stream. Rows are asked for once each, in order.
-        """
-        import mlx.core as mx
-
+        """Pack a weight of ``shape`` that is read while it is packed, in chunks of ``CHUNK_ELEMENTS``."""
         planned = self.outputs(name, shape)
         stored = [np.empty(_rows_shape(tensor.shape), tensor.dtype.numpy) for tensor in planned]
-        streams = _streams(self.threads or min(os.cpu_count() or 1, MAX_THREADS))
         n_rows = math.prod(shape[:-1])
         step = max(1, CHUNK_ELEMENTS // shape[-1])
+        chunks = ((start, min(start + step, n_rows)) for start in range(0, n_rows, step))
+        pack = self._pack_affine if self.mode == "affine" else self._pack_float
+        pack(stored, ((start, cast(name, read_rows(start, stop), self.dtype)) for start, stop in chunks))
+        for tensor, values in zip(planned[1:], stored[1:], strict=True):
+            if tensor.dtype.is_float and not np.isfinite(values).all():
+                raise NumericalError(
+                    f"{tensor.name}: a group's range does not fit {tensor.dtype.value}",
+                    hint="keep the module dense: --rule 'GLOB=float', or take a wider --dtype",
+                )
+        return QuantResult(tensors={t.name: v.reshape(t.shape) for t, v in zip(planned, stored, strict=True)})
+
+    def _pack_affine(self, stored: list[NDArray[Any]], chunks: Chunks) -> None:
+        """Our own kernel: MLX's loop is scalar and several times slower."""
+        threads = self.threads or 1  # one keeps pace with the hashing that runs beside it
+        for start, chunk in chunks:
+            rows = np.ascontiguousarray(chunk if self.dtype is DType.BF16 else chunk.astype(np.float32, copy=False))
+            parts = native.affine_quantize(rows, bits=self.bits, group_size=self.group_size, threads=threads)
+            with np.errstate(over="ignore"):  # looked for when all rows are packed
+                for target, part in zip(stored, parts, strict=True):
+                    target[start : start + part.shape[0]] = part.astype(target.dtype, copy=False)
+
+    def _pack_float(self, stored: list[NDArray[Any]], chunks: Chunks) -> None:
+        """``mx.quantize``, one MLX stream per thread, ``PENDING_CHUNKS`` chunks queued on each."""
+        import mlx.core as mx
+
+        streams = _streams(self.threads or min(os.cpu_count() or 1, MAX_STREAMS))
         pending: deque[tuple[int, list[mx.array]]] = deque()
-        for index, start in enumerate(range(0, n_rows, step)):
+        for index, (start, chunk) in enumerate(chunks):
             if len(pending) == PENDING_CHUNKS * len(streams):
                 _collect(stored, *pending.popleft())
-            chunk = mx.array(cast(name, read_rows(start, min(start + step, n_rows)), self.dtype))
-            stream = streams[index % len(streams)]
-            parts = mx.quantize(chunk, group_size=self.group_size, bits=self.bits, mode=self.mode, stream=stream)
+            parts = mx.quantize(
+                mx.array(chunk),
+                group_size=self.group_size,
+                bits=self.bits,
+                mode=self.mode,
+                stream=streams[index % len(streams)],
+            )
             mx.async_eval(*parts)  # type: ignore[no-untyped-call]
             pending.append((start, list(parts)))
         while pending:
             _collect(stored, *pending.popleft())
-        tensors = {t.name: values.reshape(t.shape) for t, values in zip(planned, stored, strict=True)}
-        return QuantResult(tensors=tensors)
 
 
 @lru_cache(maxsize=4)
@@ -178,9 +204,7 @@ def _rows_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _collect(stored: list[NDArray[Any]], start: int, parts: list[mx.array]) -> None:
-    """Copy one finished chunk into place; bf16 crosses as uint16: the buffer protocol has no bf16."""
-    import mlx.core as mx
-
+    """Copy one finished chunk into place."""
     for target, part in zip(stored, parts, strict=True):
-        values = np.asarray(part.view(mx.uint16) if part.dtype == mx.bfloat16 else part)
-        target[start : start + values.shape[0]] = values.view(target.dtype)
+        values = np.asarray(part)
+        target[start : start + values.shape[0]] = values
