@@ -248,6 +248,7 @@ def test_each_fault_has_its_message(tmp_path: Path, fault: str) -> None:
         ("model.x.weight_scale", np.ones(2, np.float32), r"tensor 'model.x.weight_scale'"),
         ("model.x.weight", np.ones(2, np.int8), r"tensor 'model.x.weight' is I8"),
         ("model.x.weight", np.ones(2, ml_dtypes.float8_e4m3fn), r"tensor 'model.x.weight' is F8_E4M3"),
+        ("model.x.inner", np.ones(2, ml_dtypes.float8_e5m2), r"tensor 'model.x.inner' is F8_E5M2"),
     ],
 )
 def test_quantized_tensors_are_recognized(tmp_path: Path, name: str, array: Any, message: str) -> None:
@@ -364,7 +365,9 @@ def test_finite_check_of_odd_arrays() -> None:
         require_finite("s", np.array(np.nan, np.float32))
 
 
-def test_whole_checkpoint_finite_check_streams(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunk", [1 << 20, 3000])
+def test_whole_checkpoint_finite_check_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr("tqtool.source.checks._FINITE_CHUNK", chunk)
     folder = write_tiny(tmp_path / "model")
     seen: list[tuple[float, str]] = []
     checkpoint = open_checkpoint(str(folder))

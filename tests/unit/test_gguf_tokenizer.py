@@ -79,6 +79,16 @@ def test_pre_tokenizers_differ() -> None:
     assert cuts["gpt-2"] == ["a", "Ġ12345"]
 
 
+@pytest.mark.parametrize(("pre", "expected"), [("llama-bpe", 1), ("qwen2", 5)])
+def test_whole_words_need_no_merges_in_llama_3(pre: str, expected: int) -> None:
+    fields = byte_level_fields(400, pre=pre, merges=True)
+    fields["ggml.tokens"][-1] = "Ġzqxj"  # no merge makes it
+    known = set(fields["ggml.tokens"])
+    fields["ggml.merges"] = [m for m in fields["ggml.merges"] if {*m.split(" "), m.replace(" ", "")} <= known]
+    ours = rebuilt({**fields, "ggml.add_bos_token": False})
+    assert len(ours.encode(" zqxj").ids) == expected
+
+
 def test_filler_rows_are_left_out_and_added_tokens_kept() -> None:
     fields = byte_level_fields(400, pre="qwen2", merges=True)
     n = len(fields["ggml.tokens"])
