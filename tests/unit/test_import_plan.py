@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.memory import added_peak_bytes
 from tests.support.tiny_gguf import TinyGguf, byte_level_fields, write_gguf
 from tqtool.errors import ArtifactError, NumericalError, SourceError, UserError
 from tqtool.formats.dtypes import DType
@@ -214,3 +215,38 @@ def test_tokens_beyond_the_matrix_are_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", CASE, CASE.model(), tokenizer=fields)
     with pytest.raises(SourceError, match="330 tokens, but the embedding has 320 rows"):
         plan_import(tmp_path / "m.gguf", tmp_path / "out", dtype=DType.BF16)
+
+
+PLAN = """
+import sys
+from pathlib import Path
+from tqtool.formats.dtypes import DType
+from tqtool.pipeline.import_gguf import plan_import, run_import
+plan = plan_import(Path(sys.argv[1]), Path(sys.argv[2]), dtype=DType.BF16)
+"""
+
+
+def test_memory_is_one_stored_tensor(tmp_path: Path) -> None:
+    """Three matrices of 32 M weights: 64 MB each as bf16, 128 as float32; only one is held, never as float32."""
+    import gguf
+
+    case = replace(CASE, settings={**CASE.settings, "intermediate_size": 1 << 19})
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    from tests.support.tiny_gguf import add_sizes, add_value
+
+    add_sizes(writer, case.config())
+    for key, value in byte_level_fields(320).items():
+        add_value(writer, f"tokenizer.{key}", value)
+    shapes = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
+    shapes |= {"ffn_gate": (1 << 19, 64), "ffn_up": (1 << 19, 64), "ffn_down": (64, 1 << 19)}
+    writer.add_tensor("token_embd.weight", np.zeros((320, 64), np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(64, np.float32))
+    for name in ("attn_norm", "ffn_norm"):
+        writer.add_tensor(f"blk.0.{name}.weight", np.ones(64, np.float32))
+    for name, (rows, cols) in shapes.items():
+        raw = np.zeros((rows, cols // 32 * 34), np.uint8)
+        writer.add_tensor(f"blk.0.{name}.weight", raw, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    added = added_peak_bytes(PLAN, "run_import(plan)", tmp_path / "m.gguf", tmp_path / "out")
+    assert added <= (64 << 20) + (24 << 20)

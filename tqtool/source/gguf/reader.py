@@ -30,7 +30,7 @@ from tqtool.errors import SourceError
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
 DEFAULT_ALIGNMENT: Final = 32
-_CHUNK_ELEMENTS: Final = 1 << 21  # dequantized together: 8 MB of float32
+_CHUNK_ELEMENTS: Final = 1 << 19  # dequantized together: 2 MB of float32, and a few times that inside gguf
 _AGAIN: Final = "the file is damaged or truncated; download it again"
 
 _SCALARS: Final = {
