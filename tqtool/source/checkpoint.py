@@ -22,7 +22,7 @@ from tqtool.errors import SourceError
 from tqtool.formats.dtypes import DType
 from tqtool.formats.safetensors import Header, read_header
 from tqtool.source.checks import architecture_warnings, refuse_quantized, tokenizer_warnings
-from tqtool.source.config import read_config
+from tqtool.source.config import read_config, rope_updates
 from tqtool.source.hub import is_hub_id, resolve_snapshot
 from tqtool.source.layout import INDEX_NAME, WEIGHTS_GLOB, WeightFiles, find_weights
 
@@ -40,6 +40,9 @@ COMPANION_GLOBS: Final = (
     "LICENCE*",
     "NOTICE*",
     "USE_POLICY*",
+)
+ROPE_WARNING: Final = (
+    "config.json has its rotary settings under rope_parameters only; they are repeated where mlx-lm reads them"
 )
 _NOT_COMPANIONS: Final = frozenset({"config.json", INDEX_NAME})
 
@@ -118,8 +121,8 @@ class TensorRef:
 class Checkpoint:
     """A validated model folder. ``tensors`` is in file order; ``files`` are the non-weight companions.
 
-    ``warnings`` are facts a verb may turn into a refusal (an architecture mlx-lm does not know, no
-    tokenizer).
+    ``config`` is config.json with what ``rope_updates`` adds. ``warnings`` are facts a verb may turn into a
+    refusal (an architecture mlx-lm does not know, no tokenizer).
     """
 
     path: Path
@@ -169,7 +172,9 @@ def open_checkpoint(path_or_id: str, *, revision: str | None = None, allow_quant
     """
     folder, origin = _locate(path_or_id, revision)
     weights = find_weights(folder)
-    config = read_config(folder)
+    stored = read_config(folder)
+    updates = rope_updates(stored)
+    config = {**stored, **updates}
     tensors = _collect(folder, weights, [read_header(path) for path in weights.shards])
     files = _companions(folder)
     if not allow_quantized:
@@ -180,7 +185,11 @@ def open_checkpoint(path_or_id: str, *, revision: str | None = None, allow_quant
         tensors=tensors,
         origin=origin,
         files=files,
-        warnings=(*architecture_warnings(config), *tokenizer_warnings(folder, files)),
+        warnings=(
+            *architecture_warnings(config),
+            *tokenizer_warnings(folder, files),
+            *((ROPE_WARNING,) if updates else ()),
+        ),
     )
 
 

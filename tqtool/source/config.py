@@ -59,3 +59,54 @@ def declared_quantization(config: Mapping[str, Any]) -> str | None:
     if config.get("trellis"):
         return "trellis"
     return None
+
+
+def rope_updates(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be added to ``config`` so that every loader rotates alike; empty for most checkpoints.
+
+    transformers 5 saves the rotary settings under ``rope_parameters`` only. mlx-lm's llama and qwen2 read
+    ``rope_theta`` and ``rope_scaling``, ignore the new key, and silently compute with base 10000.
+
+    Raises:
+        SourceError: both places state a value and they differ.
+    """
+    part = text_config(config)
+    found = _flat_rope(part.get("rope_parameters"))
+    for key, value in found.items():
+        if part.get(key) is not None and not _same_rope(part[key], value):
+            raise SourceError(
+                f"{CONFIG_NAME}: {key} is {part[key]!r}, but rope_parameters says {value!r}; loaders would disagree",
+                hint="keep the one the model was trained with",
+            )
+    added = {key: value for key, value in found.items() if part.get(key) is None}
+    if not added or part is config:
+        return added
+    return {"text_config": {**part, **added}}
+
+
+def _same_rope(first: Any, second: Any) -> bool:
+    """Equal, where ``type`` and ``rope_type`` are two spellings of one field."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        one, two = ({key: value for key, value in entry.items() if key != "type"} for entry in (first, second))
+        return bool({"rope_type": first.get("type"), **one} == two)
+    return bool(first == second)
+
+
+def _flat_rope(parameters: Any) -> dict[str, Any]:
+    """``rope_parameters`` in the words of transformers 4; layered ones are those of sliding-window models."""
+    if not isinstance(parameters, dict):
+        return {}
+    layered = isinstance(parameters.get("full_attention"), dict)
+    full = parameters["full_attention"] if layered else parameters
+    flat: dict[str, Any] = {}
+    if full.get("rope_theta") is not None:
+        flat["rope_theta"] = full["rope_theta"]
+    if full.get("rope_type", "default") != "default":
+        scaling = {key: value for key, value in full.items() if key not in ("rope_theta", "partial_rotary_factor")}
+        flat["rope_scaling"] = {**scaling, "type": full["rope_type"]}
+    if full.get("partial_rotary_factor") is not None:
+        flat["partial_rotary_factor"] = full["partial_rotary_factor"]
+    local = parameters.get("sliding_attention") if layered else None
+    if isinstance(local, dict) and local.get("rope_theta") is not None:
+        flat["rope_local_base_freq"] = local["rope_theta"]
+    return flat
