@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from tests.support.tensors import all_files, raw_tensors
 from tqtool.artifact import writer as writer_module
-from tqtool.artifact.writer import ArtifactWriter, check_target, plan_shards
+from tqtool.artifact.writer import ArtifactWriter, check_target, clear_leftovers, plan_shards
 from tqtool.errors import ArtifactError, UserError
 from tqtool.formats.dtypes import DType
 from tqtool.formats.manifest import MANIFEST_NAME
@@ -189,8 +189,7 @@ except ArtifactError as error:
 
 
 def test_partial_of_a_dead_process_is_removed(tmp_path: Path) -> None:
-    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    stale = tmp_path / f".out.partial-{int(dead.stdout)}"
+    stale = tmp_path / f".out.partial-{dead_pid()}"
     live = tmp_path / ".out.partial-1"
     foreign = tmp_path / ".other.partial-999999999"
     for folder in (stale, live, foreign):
@@ -199,6 +198,33 @@ def test_partial_of_a_dead_process_is_removed(tmp_path: Path) -> None:
     writer = write_all(tmp_path / "out", planned(2))
     assert writer.notes == [f"removed {stale.name}, left by a run that was killed"]
     assert only_entry(tmp_path) == sorted([live.name, foreign.name, "out"])
+
+
+def dead_pid() -> int:
+    done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    return int(done.stdout)
+
+
+def test_a_kill_between_the_renames_of_an_overwrite_loses_nothing(tmp_path: Path) -> None:
+    out, old = tmp_path / "out", tmp_path / f".out.replaced-{dead_pid()}"
+    (old / "tqtool").mkdir(parents=True)
+    (old / MANIFEST_NAME).write_bytes(b"old")
+    with pytest.raises(UserError, match="out: is not empty"):
+        write_all(out, planned(2))
+    assert all_files(tmp_path) == {f"out/{MANIFEST_NAME}": b"old"}
+    out.rename(old)
+    writer = write_all(out, planned(2), overwrite=True)
+    assert writer.notes == ["restored out, whose replacement was killed"]
+    assert "t0" in raw_tensors(out)
+    assert only_entry(tmp_path) == ["out"]
+
+
+def test_an_old_artifact_whose_replacement_is_there_is_removed(tmp_path: Path) -> None:
+    write_all(tmp_path / "out", planned(2))
+    old = tmp_path / f".out.replaced-{dead_pid()}"
+    old.mkdir()
+    assert clear_leftovers(tmp_path / "out") == [f"removed {old.name}, left by a run that was killed"]
+    assert only_entry(tmp_path) == ["out"]
 
 
 def test_existing_empty_folder_is_used(tmp_path: Path) -> None:

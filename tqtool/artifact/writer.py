@@ -104,8 +104,8 @@ class ArtifactWriter:
         return self.out.parent / f".{self.out.name}.partial-{os.getpid()}"
 
     def __enter__(self) -> Self:
+        self.notes += clear_leftovers(self.out)
         check_target(self.out, overwrite=self._overwrite)
-        self.notes += remove_stale_partials(self.out)
         with disk_errors(self.folder):
             if self.folder.exists():
                 shutil.rmtree(self.folder)
@@ -237,12 +237,22 @@ def check_target(out: Path, *, overwrite: bool = False) -> None:
         raise UserError(f"{out.parent}: no permission to create {out.name} in it")
 
 
-def remove_stale_partials(out: Path) -> list[str]:
-    """Remove partial folders of ``out`` whose process is gone; returns a note for each."""
+def clear_leftovers(out: Path) -> list[str]:
+    """Put right what killed writers of ``out`` left beside it; returns a note for each.
+
+    Partial folders are removed. A kill between the two renames of an overwrite leaves only the old artifact, under
+    another name: it gets its name back.
+    """
     notes = []
-    for path in sorted(out.parent.glob(f".{out.name}.partial-*")):
-        pid = path.name.rpartition("-")[2]
-        if pid.isdigit() and not _alive(int(pid)):
+    for path in sorted(out.parent.glob(f".{out.name}.*-*")):
+        kind, _, pid = path.name.removeprefix(f".{out.name}.").rpartition("-")
+        if kind not in ("partial", "replaced") or not pid.isdigit() or _alive(int(pid)):
+            continue
+        if kind == "replaced" and not out.exists():
+            with disk_errors(out):
+                path.rename(out)
+            notes.append(f"restored {out.name}, whose replacement was killed")
+        else:
             shutil.rmtree(path, ignore_errors=True)
             notes.append(f"removed {path.name}, left by a run that was killed")
     return notes

@@ -85,6 +85,8 @@ def convert(
         note(f"note: {line}")
     with progress("convert", job.plan.totals.parameters, quiet=as_json) as advance:
         result = job.run(advance, check=lambda folder: check_artifact(job, folder, depth))
+    for line in result.notes:
+        note(f"note: {line}")
     if as_json:
         emit_json({"out": str(result.out), "kind": job.kind, "check": depth, **result.plan.to_json()})
     else:

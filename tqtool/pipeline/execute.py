@@ -93,8 +93,8 @@ class SourceReader:
         return read_rows
 
 
-def execute(job: Job, progress: Progress, check: Check | None) -> Manifest:
-    """Write the artifact of ``job`` and return its manifest; see ``Job.run``."""
+def execute(job: Job, progress: Progress, check: Check | None) -> tuple[Manifest, tuple[str, ...]]:
+    """Write the artifact of ``job``; returns its manifest and remarks about the run. See ``Job.run``."""
     planned = [stored for work in job.works for stored in work.stored]
     parameters = job.plan.totals.parameters
     records: list[TensorRecord] = []
@@ -115,7 +115,7 @@ def execute(job: Job, progress: Progress, check: Check | None) -> Manifest:
         if check is not None:
             check(writer.folder)
         writer.commit()
-    return manifest
+    return manifest, tuple(writer.notes)
 
 
 def quantize(work: Work, reader: SourceReader) -> QuantResult:

@@ -70,11 +70,12 @@ class JobExtras:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
-    """What a finished job wrote; ``manifest`` holds a row per tensor."""
+    """What a finished job wrote; ``manifest`` holds a row per tensor, ``notes`` are about this run only."""
 
     out: Path
     plan: JobPlan
     manifest: Manifest
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +105,8 @@ class Job:
             SourceError: the source changed while it was read.
         """
         require_disk(self.out.parent, self.plan.totals.disk_bytes)
-        manifest = execute(self, progress, check)
-        return JobResult(out=self.out, plan=self.plan, manifest=manifest)
+        manifest, notes = execute(self, progress, check)
+        return JobResult(out=self.out, plan=self.plan, manifest=manifest, notes=notes)
 
 
 def plan_job(
