@@ -6,6 +6,7 @@
 // looked up in an OpenBLAS it found. Nothing is resolved here: the library has no dependency and no policy.
 //
 // LP64 only (32-bit integers), as in libmlx's own calls.
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 
@@ -21,6 +22,7 @@ SgemmFn sgemm = nullptr;
 DgemmFn dgemm = nullptr;
 CgemmFn cgemm = nullptr;
 char source[4096] = "";
+std::atomic<unsigned> calls{0};
 
 [[noreturn]] void unbound(const char *name) {
   std::fprintf(stderr, "tqblas: %s was called before tq_blas_bind\n", name);
@@ -42,21 +44,27 @@ void tq_blas_bind(void *sgemm_address, void *dgemm_address, void *cgemm_address,
 // The description given to tq_blas_bind; empty while unbound.
 const char *tq_blas_source() { return source; }
 
+// Products served so far, modulo 2^32: tells whether MLX really comes here.
+unsigned tq_blas_calls() { return calls.load(std::memory_order_relaxed); }
+
 void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda,
                  const float *b, int ldb, float beta, float *c, int ldc) {
   if (!sgemm) unbound("cblas_sgemm");
+  calls.fetch_add(1, std::memory_order_relaxed);
   sgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 
 void cblas_dgemm(int order, int trans_a, int trans_b, int m, int n, int k, double alpha, const double *a, int lda,
                  const double *b, int ldb, double beta, double *c, int ldc) {
   if (!dgemm) unbound("cblas_dgemm");
+  calls.fetch_add(1, std::memory_order_relaxed);
   dgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 
 void cblas_cgemm(int order, int trans_a, int trans_b, int m, int n, int k, const void *alpha, const void *a, int lda,
                  const void *b, int ldb, const void *beta, void *c, int ldc) {
   if (!cgemm) unbound("cblas_cgemm");
+  calls.fetch_add(1, std::memory_order_relaxed);
   cgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 }

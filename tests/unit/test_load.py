@@ -9,10 +9,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
 
 from tests.support.packed_artifact import write_packed
 from tests.support.tiny_models import Tiny, write_tiny, write_weights
 from tqtool.errors import ArtifactError, UserError
+from tqtool.runtime.affine import PromptLinear
 from tqtool.runtime.linear import NativeTrellisLinear
 from tqtool.runtime.load import load
 
@@ -71,12 +73,18 @@ def test_dtype_can_be_chosen(tmp_path):
 def test_expanding_changes_no_weight(tmp_path, mode, bits, group_size):
     folder = quantized(tmp_path / "m", TINY, bits=bits, group_size=group_size, mode=mode)
     kept, expanded = load(folder), load(folder, compute="expand")
+    stock, _ = load_model(folder)  # MLX's own quantized kernels
+    stock.set_dtype(mx.float32)
+    reference = np.array(stock(TOKENS)[0])
     classes = {type(module) for _, module in expanded.model.named_modules()}
     assert not classes & {nn.QuantizedLinear, nn.QuantizedEmbedding}
     assert expanded.report.n_expanded == 7 * TINY.layers + 1
     assert expanded.report.kept_packed == ()
     # The same float32 values on both sides, summed in another order: a few hundred roundings of 6e-8.
-    np.testing.assert_allclose(logits(expanded), logits(kept), atol=1e-4 * np.abs(logits(kept)).max())
+    for loaded in (kept, expanded):
+        np.testing.assert_allclose(logits(loaded), reference, atol=1e-4 * np.abs(reference).max())
+        np.testing.assert_allclose(logits(loaded, TOKENS[:, :1]), reference[:1], atol=1e-4 * np.abs(reference).max())
+    assert {type(layer.self_attn.q_proj) for layer in kept.model.model.layers} == {PromptLinear}
     # bf16 scales must be widened before dequantization: not every weight may be a bf16 number.
     weight = np.array(expanded.model.model.layers[0].mlp.up_proj.weight)
     if mode == "affine":

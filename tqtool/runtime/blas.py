@@ -6,7 +6,7 @@ two cores (``benchmarks/bench_blas.py``). A library loaded into the global symbo
 ``kernels/cpu/blas_shim.cpp`` and points it at the OpenBLAS inside the scipy wheel, or the system's. Only
 float32, float64 and complex64 products profit: bf16 and f16 do not go through BLAS.
 
-Call it before the first ``import mlx.core`` of the process; every verb that computes with MLX does.
+Call it before the first ``import mlx.core`` of the process, as every verb does: that import resolves all symbols.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def ensure_blas() -> BlasReport:
 
     Never touches a Mac (Accelerate) or an MLX with a GPU backend. Where no fast library can be put in
     place, including when MLX was imported first, the report says ``SLOW`` and a warning is logged:
-    results stay right, but take tens of times as long.
+    results stay right, but take tens of times as long. If MLX is imported, one small product proves the way.
     """
     report = _ensure()
     level = logging.INFO if report.is_fast else logging.WARNING
@@ -71,22 +71,28 @@ def _ensure() -> BlasReport:
     gpu_wheel = _gpu_wheel()
     if gpu_wheel:
         return _not_needed(gpu_wheel, "MLX has a GPU backend")
-    present = _already_global()
-    if present:
-        return BlasReport(status=BlasStatus.FAST, library=present, reason="already loaded")
-    if "mlx.core" in sys.modules:
+    if _is_openblas_preloaded():
+        return _fast("preloaded OpenBLAS", "in the global scope already")
+    library, reason = _bound_library(), "already loaded"
+    if library is None:
+        shim = _shim()
+        if shim is None:
+            return _slow(f"{SHIM_NAME} was not built; reinstall tqtool with a C++ compiler")
+        library = next((path for path, prefix in _candidates() if _bind(shim, path, prefix)), None)
+        reason = "bound through the shim"
+    if library is None:
+        return _slow(f"no OpenBLAS in the scipy wheel, no {SYSTEM_OPENBLAS}")
+    if "mlx.core" in sys.modules and not _products_arrive():
         return _slow("mlx.core was imported first; call tqtool.runtime.blas.ensure_blas() before it")
-    shim = _shim()
-    if shim is None:
-        return _slow(f"{SHIM_NAME} was not built; reinstall tqtool with a C++ compiler")
-    for library, prefix in _candidates():
-        if _bind(shim, library, prefix):
-            return BlasReport(status=BlasStatus.FAST, library=library, reason="bound through the shim")
-    return _slow(f"no OpenBLAS in the scipy wheel, no {SYSTEM_OPENBLAS}")
+    return _fast(library, reason)
 
 
 def _not_needed(library: str, reason: str) -> BlasReport:
     return BlasReport(status=BlasStatus.NOT_NEEDED, library=library, reason=reason)
+
+
+def _fast(library: str, reason: str) -> BlasReport:
+    return BlasReport(status=BlasStatus.FAST, library=library, reason=reason)
 
 
 def _slow(reason: str) -> BlasReport:
@@ -99,15 +105,32 @@ def _gpu_wheel() -> str | None:
     return next((name for name in names if name.startswith("mlx-cuda")), None)
 
 
-def _already_global() -> str | None:
-    """The fast BLAS already in the global symbol scope: our shim, or an OpenBLAS that someone preloaded."""
+def _is_openblas_preloaded() -> bool:
+    """True if someone put an OpenBLAS into the global symbol scope, with LD_PRELOAD for example."""
     scope = ctypes.CDLL(None)
-    if hasattr(scope, "tq_blas_source"):
-        scope.tq_blas_source.restype = ctypes.c_char_p
-        return bytes(scope.tq_blas_source()).decode() or None
-    if hasattr(scope, "cblas_sgemm") and hasattr(scope, "openblas_get_config"):
-        return "preloaded OpenBLAS"
-    return None
+    return hasattr(scope, "openblas_get_config") and hasattr(scope, "cblas_sgemm")
+
+
+def _bound_library() -> str | None:
+    """What the shim forwards to, if it is in the global scope already."""
+    scope = ctypes.CDLL(None)
+    if not hasattr(scope, "tq_blas_source"):
+        return None
+    scope.tq_blas_source.restype = ctypes.c_char_p
+    return bytes(scope.tq_blas_source()).decode() or None
+
+
+def _products_arrive() -> bool:
+    """Whether a float32 product of MLX reaches the shim."""
+    import mlx.core as mx
+
+    served = ctypes.CDLL(None).tq_blas_calls
+    served.restype = ctypes.c_uint
+    before = served()
+    with mx.stream(mx.cpu):
+        ones = mx.ones((8, 8))
+        mx.eval(ones @ ones)
+    return bool(served() != before)
 
 
 def _shim() -> Path | None:

@@ -1,19 +1,17 @@
 """Quantized layers turned into dense ones once, for machines where a dense product is the fast one.
 
 On a Linux CPU, MLX's quantized matmul takes 27 times as long as a float32 product through BLAS. The weights
-are exactly those the quantized kernels serve: scales and biases go to float32 *before* dequantization,
-otherwise every weight would be rounded to bf16 on the way.
+are exactly those the quantized kernels serve.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from tqtool.runtime.affine import dequantize
 from tqtool.runtime.stock_model import TrellisLinear
 
 
@@ -62,23 +60,3 @@ def _trellis_weight(layer: TrellisLinear, dtype: mx.Dtype) -> mx.array:
     """[out, in] of ``dtype``."""
     weight = layer.stored_weight()
     return mx.contiguous(weight.T if layer.spec["axis"] == 0 else weight).astype(dtype)
-
-
-def dequantize(module: Any, dtype: mx.Dtype) -> mx.array:
-    """The weight of an affine, mxfp4, nvfp4 or mxfp8 layer, computed in float32 and rounded to ``dtype``."""
-    options: dict[str, Any] = {}
-    if module.get("global_scale") is not None:
-        options["global_scale"] = module.global_scale
-    # The scales of the mx and nv modes are 8-bit codes; only those of the affine mode are numbers to widen.
-    is_affine = module.mode == "affine"
-    weight = mx.dequantize(
-        module.weight,
-        module.scales.astype(mx.float32) if is_affine else module.scales,
-        module.biases.astype(mx.float32) if is_affine else None,
-        group_size=module.group_size,
-        bits=module.bits,
-        mode=module.mode,
-        dtype=mx.float32,
-        **options,
-    )
-    return weight.astype(dtype)

@@ -35,13 +35,9 @@ class GenerateRequest:
         if self.max_tokens < 1:
             raise UserError(f"--max-tokens {self.max_tokens}: expected at least 1")
         if self.temperature < 0 or not 0 <= self.top_p <= 1:
-            raise UserError(
-                f"--temp {self.temperature} --top-p {self.top_p}: expected temp ≥ 0, 0 ≤ top-p ≤ 1"
-            )
+            raise UserError(f"--temp {self.temperature} --top-p {self.top_p}: expected temp ≥ 0, 0 ≤ top-p ≤ 1")
         if self.raw and self.system is not None:
-            raise UserError(
-                "--system needs the chat template", hint="drop --raw, or put the text into --prompt"
-            )
+            raise UserError("--system needs the chat template", hint="drop --raw, or put the text into --prompt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +69,7 @@ def generate(loaded: LoadedModel, request: GenerateRequest) -> Iterator[Piece]:
     prompt = encode_prompt(loaded, request)
     mx.random.seed(request.seed)
     sampler = make_sampler(temp=request.temperature, top_p=request.top_p)
-    stream = stream_generate(
-        loaded.model, loaded.tokenizer, prompt, max_tokens=request.max_tokens, sampler=sampler
-    )
+    stream = stream_generate(loaded.model, loaded.tokenizer, prompt, max_tokens=request.max_tokens, sampler=sampler)
     for response in stream:
         yield Piece(
             text=response.text,

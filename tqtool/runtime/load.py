@@ -111,6 +111,10 @@ def load(
         n_expanded, kept = expand_layers(model, dense_type or _float_type(model))
         if kept:
             log.warning("%d quantized layers of unknown class stay packed, first %s", len(kept), kept[0])
+    elif on_cpu:
+        from tqtool.runtime.affine import swap_prompt_layers
+
+        swap_prompt_layers(model)
     mx.eval(model.parameters())
     report = LoadReport(
         path=folder,
@@ -186,9 +190,7 @@ def _read_headers(folder: Path) -> dict[str, TensorInfo]:
     """All tensors of the weight files, headers validated."""
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
-        raise UserError(
-            f"{folder}: no model*.safetensors", hint="the weights are missing; copy or download them"
-        )
+        raise UserError(f"{folder}: no model*.safetensors", hint="the weights are missing; copy or download them")
     tensors: dict[str, TensorInfo] = {}
     for file in files:
         try:
