@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tqtool.cli.convert import DEFAULT_SEED, one_of, show_plan, summary
+from tqtool.cli.convert import DEFAULT_SEED, read_places, show_plan, summary
 
 
 def register(app: typer.Typer) -> None:
@@ -62,6 +62,7 @@ def trellis(
     from tqtool.cli.render import emit_json, emit_line, note, progress
     from tqtool.errors import UserError
     from tqtool.mathx.codes import parse_code
+    from tqtool.pipeline.preflight import affordable_depth
     from tqtool.pipeline.rules import packed_setting, parse_rule
     from tqtool.pipeline.trellis import (
         OTHER,
@@ -77,6 +78,7 @@ def trellis(
     depth = parse_depth(check)
     if rotation_seed is not None and not rotate:
         raise UserError("--rotation-seed with --no-rotate-weights does nothing", hint="leave one out")
+    places = read_places(source, out, model, mlx_path)
     advance_encoder = [lambda weights: None]  # the bar exists only after the plan is known
     other = packed_setting(
         bits=bits if bits is not None else OTHER.bits,
@@ -84,8 +86,8 @@ def trellis(
         mode="affine",
     )
     request = TrellisRequest(
-        source=one_of("SRC", source, model, "--hf-path/--model"),
-        out=one_of("OUT", out, mlx_path, "--mlx-path"),
+        source=places.source,
+        out=places.out,
         options=TrellisOptions(k=k, window=window, code=parse_code(code), warmup=warmup, threads=threads),
         revision=revision,
         modules=tuple(modules or ("mlp",)),
@@ -101,11 +103,14 @@ def trellis(
     if dry_run:
         show_plan(job.plan, as_json=as_json)
         return
-    for line in (*job.plan.warnings, *job.plan.notes):
+    depth, reduced = affordable_depth(depth, job.plan.totals.tensor_bytes)
+    for line in (*job.plan.warnings, *job.plan.notes, *job.plan.hints, *([reduced] if reduced else [])):
         note(f"note: {line}")
     with progress("encode", coded_weights(job), quiet=as_json) as advance:
         advance_encoder[0] = lambda weights: advance(weights, "")
         result = job.run(check=lambda folder: check_trellis(job, folder, depth))
+    for line in result.notes:
+        note(f"note: {line}")
     if as_json:
         emit_json({"out": str(result.out), "kind": job.kind, "check": depth, **result.plan.to_json()})
     else:

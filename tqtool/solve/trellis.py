@@ -10,6 +10,7 @@ states found, which costs nothing at decode.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -194,6 +195,13 @@ class _Trellis:
 
     def encode(self, name: str, weight: NDArray[np.float32]) -> TrellisMatrix:
         return encode_weight(name, weight, self.spec(weight.shape, name), self.options, tick=self.tick)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory of one chunk in flight (32 bytes a weight, measured) and of the encoder's cost rows, per thread."""
+        threads = self.options.threads or os.cpu_count() or 1
+        cost_rows = 8 * (BLOCK + 3) << (self.options.window - self.options.k)
+        return 32 * CHUNK_WEIGHTS + threads * cost_rows
 
     def describe(self, matrix: TrellisMatrix) -> tuple[dict[str, float], tuple[str, ...]]:
         """Statistics and notes of a coded weight, for the manifest."""
