@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracles.decoder import Weights, forward, random_config, random_weights
+from tests.support.memory import added_peak_bytes
 from tqtool.errors import SourceError
 from tqtool.mathx.hadamard import require_size
 from tqtool.transform import apply
@@ -297,8 +296,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not() -> None:
     assert all(not np.array_equal(first[name], other[name]) for name in first if name.endswith("mlp.down_proj.weight"))
 
 
-MEASURE = """
-import resource, sys
+PREPARE = """
 import numpy as np
 from tqtool.transform.apply import apply_folds
 from tqtool.transform.plan import OutputTensor, RotateHeads, RotateInput, RotateOutput, Rotation, ScaleInput
@@ -312,18 +310,13 @@ output = OutputTensor(name="w", source="w", shape=shape, ops=ops)
 arrays = {"w": weight, "g": np.ones(2560, np.float32)}
 small = OutputTensor(name="w", source="w", shape=(20, 2560), ops=ops[:2])
 apply_folds(small, {"w": weight[:20], "g": arrays["g"]}.__getitem__)  # everything is loaded
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-apply_folds(output, arrays.__getitem__)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kB on Linux only")
 def test_peak_memory_is_one_float32_copy_and_a_panel_per_thread() -> None:
-    run = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True)
-    grown_kb, copy_kb = int(run.stdout), 17408 * 2560 * 4 / 1024
-    panels_kb = (os.cpu_count() or 1) * 64 * (17408 + 2 * 68) / 1024
-    assert copy_kb * 0.9 < grown_kb < copy_kb + panels_kb + 16 * 1024  # the allocator keeps freed panels
+    added, copy = added_peak_bytes(PREPARE, "apply_folds(output, arrays.__getitem__)"), 17408 * 2560 * 4
+    panels = (os.cpu_count() or 1) * 64 * (17408 + 2 * 68)
+    assert 0.9 * copy < added < copy + panels + (16 << 20)  # the allocator keeps freed panels
 
 
 def test_an_array_that_does_not_fit_the_plan_is_refused() -> None:
