@@ -21,7 +21,6 @@ from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtri
 
 from tqtool.errors import UserError
 from tqtool.mathx.signs import splitmix32
@@ -109,6 +108,9 @@ def _three_inst(window: int) -> NDArray[np.float32]:
 
 def _table(code: Code, window: int) -> NDArray[np.float32]:
     """Gaussian quantiles in a seeded order (rptc), or seeded Gaussian draws (random)."""
+    # Not at the top: it takes 0.2 s and loads an OpenBLAS before tqtool.runtime.blas can configure it.
+    from scipy.special import ndtri
+
     count = 1 << window
     draw = splitmix32(_TABLE_SEED[code] + window, count)
     if code == "rptc":
