@@ -15,11 +15,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -131,12 +131,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny random model, few arms, one window")
     arguments = parser.parse_args()
     started = time.monotonic()
+    if importlib.util.find_spec("matplotlib") is None:
+        sys.exit("the picture needs matplotlib: pip install 'tqtool[report]'")
     work = arguments.work.resolve()
-    if arguments.fresh and work.exists():
-        shutil.rmtree(work)
     work.mkdir(parents=True, exist_ok=True)
     windows, context = (1, 64) if arguments.quick else (arguments.windows, arguments.context)
     arms = QUICK_ARMS if arguments.quick else ARMS
+    if arguments.fresh:
+        for stale in (*work.glob("*.key"), *work.glob("*.score.json")):
+            stale.unlink()
     setting = Setting(work=work, arms=arms, windows=windows, context=context, jobs=arguments.jobs)
 
     obtain_tiny(setting) if arguments.quick else obtain(setting)
@@ -185,7 +188,7 @@ def make_dump(setting: Setting) -> None:
     if setting.dump.exists() and stamp.exists() and stamp.read_text() == key:
         say("teacher: reused (same source, text, sizes and code)")
         return
-    run(str(TQTOOL), *wanted, threads=setting.jobs)
+    run(str(TQTOOL), *wanted, sharing=setting.jobs)
     stamp.write_text(key)
 
 
@@ -212,7 +215,7 @@ def score(setting: Setting, arm: Arm) -> dict[str, Any]:
         return row
     command = ("eval", "kl", str(folder), "--teacher", str(setting.dump), "--compute", "expand", "--json")
     started = time.monotonic()
-    report = json.loads(run(str(TQTOOL), *command, capture=True, threads=setting.jobs))
+    report = json.loads(run(str(TQTOOL), *command, capture=True, sharing=setting.jobs))
     size_bytes = sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
     weights = source_weights(setting)
     row = {
@@ -263,21 +266,10 @@ def print_table(report: dict[str, Any]) -> None:
     lines = [head]
     for row in report["rows"]:
         score = row["score"]
-        kl = score["kl"]
-        error = max(kl["se_tokens"] or 0, kl["se_windows"] or 0)
-        lines.append(
-            (
-                row["name"],
-                row["linears"],
-                row["embedding"],
-                f"{row['bits_per_source_weight']:.2f}",
-                f"{row['bits_per_linear_weight']:.2f}",
-                f"{row['weight_bytes'] / 1e6:.1f}",
-                f"{kl['mean']:.4f} ± {error:.4f}",
-                f"{score['ppl']:.2f}",
-                f"{100 * score['top1']['mean']:.1f} %",
-            )
-        )
+        cells = (row["name"], row["linears"], row["embedding"], f"{row['bits_per_source_weight']:.2f}")
+        cells += (f"{row['bits_per_linear_weight']:.2f}", f"{row['weight_bytes'] / 1e6:.1f}")
+        cells += (f"{score['kl']['mean']:.4f} ± {error(score['kl']):.4f}", f"{score['ppl']:.2f}")
+        lines.append((*cells, f"{100 * score['top1']['mean']:.1f} %"))
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     for line in lines:
         left = [cell.ljust(width) for cell, width in zip(line[:3], widths[:3], strict=True)]
@@ -286,62 +278,68 @@ def print_table(report: dict[str, Any]) -> None:
     print()
 
 
+def error(estimate: dict[str, Any]) -> float:
+    """The larger standard error, over tokens or over windows."""
+    return max(estimate["se_tokens"] or 0.0, estimate["se_windows"] or 0.0)
+
+
 def plot(report: dict[str, Any], path: Path) -> None:
-    """KL against size, one line per series."""
+    """KL against the size of everything, and against the rate of the linear layers alone; a line per series."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    source, *rows = report["rows"]
     series: dict[str, list[dict[str, Any]]] = {}
-    for row in report["rows"]:
+    for row in rows:
         series.setdefault(row["series"], []).append(row)
-    for (name, rows), marker in zip(series.items(), "*osD^vP", strict=False):
-        points = (
-            sorted((row["weight_bytes"] / 1e6, row["score"]["kl"], row["linears"]) for row in rows)
-            if name != "source"
-            else []
-        )
-        if not points:
-            continue
-        sizes = [size for size, _, _ in points]
-        means = [kl["mean"] for _, kl, _ in points]
-        errors = [max(kl["se_tokens"] or 0, kl["se_windows"] or 0) for _, kl, _ in points]
-        axes.errorbar(sizes, means, yerr=errors, marker=marker, markersize=7, capsize=3, label=name)
-        for size, mean, (_, _, what) in zip(sizes, means, points, strict=True):
-            short = what.split(",")[0].replace("affine ", "").replace(" g64", "").replace("trellis ", "")
-            axes.annotate(short, (size, mean), textcoords="offset points", xytext=(7, 5), fontsize=8)
-    source = series["source"][0]
-    axes.set_yscale("log")
-    axes.set_xlabel("weight files, MB")
-    axes.set_ylabel("mean KL to the source model, nats per token")
-    axes.set_title(
-        f"{report['model']}: the source has {source['weight_bytes'] / 1e6:.0f} MB and KL 0\n"
-        f"{report['windows']} windows of {report['context']} tokens; bars: standard error",
+    figure, (whole, linear) = plt.subplots(1, 2, figsize=(13, 5.5), sharey=True, layout="constrained")
+    for (name, members), marker in zip(series.items(), "osD^vP", strict=False):
+        draw(whole, name, marker, [(row["weight_bytes"] / 1e6, row) for row in members])
+        draw(linear, name, marker, [(row["bits_per_linear_weight"], row) for row in members])
+    whole.set_yscale("log")
+    whole.set_xlabel("weight files, MB")
+    whole.set_ylabel("mean KL to the source model, nats per token")
+    linear.set_xlabel("bits per weight of the linear layers, scales included")
+    for axes in (whole, linear):
+        axes.grid(visible=True, which="both", alpha=0.25)
+        axes.margins(x=0.1)
+    figure.legend(*linear.get_legend_handles_labels(), loc="outside lower center", ncols=len(series))
+    figure.suptitle(
+        f"{report['model']}: the source has {source['weight_bytes'] / 1e6:.0f} MB and KL 0. "
+        f"{report['windows']} windows of {report['context']} tokens; bars are standard errors.\n"
+        "Rotating a tied model gives it a head of its own: that counts on the left, not on the right.",
         fontsize=10,
     )
-    axes.grid(visible=True, which="both", alpha=0.25)
-    axes.legend()
-    figure.savefig(path, dpi=140)
+    figure.savefig(path, dpi=130)
+
+
+def draw(axes: Any, name: str, marker: str, points: list[tuple[float, dict[str, Any]]]) -> None:
+    points.sort(key=lambda point: point[0])
+    kls = [row["score"]["kl"] for _, row in points]
+    axes.errorbar(
+        [x for x, _ in points],
+        [kl["mean"] for kl in kls],
+        yerr=[error(kl) for kl in kls],
+        marker=marker,
+        markersize=7,
+        capsize=3,
+        label=name,
+    )
+    for x, row in points:
+        short = row["linears"].split(",")[0].replace("affine ", "").replace(" g64", "").replace("trellis ", "")
+        axes.annotate(short, (x, row["score"]["kl"]["mean"]), textcoords="offset points", xytext=(7, 5), fontsize=8)
 
 
 # ---------------------------------------------------------------------------------------------- plumbing
-def run(*command: str, capture: bool = False, threads: int = 1) -> str:
-    """Run a command, echoed; its stdout if ``capture``. ``threads`` processes share the cores. Exits on failure."""
+def run(*command: str, capture: bool = False, sharing: int = 1) -> str:
+    """Run a command, echoed; its stdout if ``capture``; ``sharing`` commands run at once. Exits on failure."""
     shown = shlex.join(command).replace(str(TQTOOL), "tqtool").replace(f"{ROOT}/", "").replace(sys.executable, "python")
     say(f"$ {shown}")
-    environment = os.environ | {"OPENBLAS_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // threads))}
-    if threads == 1:
-        environment.pop("OPENBLAS_NUM_THREADS")
-    result = subprocess.run(
-        command,
-        stdout=subprocess.PIPE if capture else None,
-        stderr=subprocess.PIPE if capture and threads > 1 else None,
-        text=True,
-        env=environment,
-        check=False,
-    )
+    threads = {"OPENBLAS_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // sharing))} if sharing > 1 else {}
+    stdout, stderr = subprocess.PIPE if capture else None, subprocess.PIPE if capture and sharing > 1 else None
+    result = subprocess.run(command, stdout=stdout, stderr=stderr, text=True, env=os.environ | threads, check=False)
     if result.returncode:
         sys.exit(f"{result.stderr or ''}{shown}: exit code {result.returncode}")
     return result.stdout or ""
@@ -368,14 +366,10 @@ def manifest_hash(folder: Path) -> str:
 
 def code_hash() -> str:
     """Hash of tqtool's own code, compiled part included: a changed tool reuses nothing."""
-    import importlib.util
-
     import tqtool
 
-    native = importlib.util.find_spec("tqtool._native")
-    files = sorted(path for folder in tqtool.__path__ for path in Path(folder).rglob("*.py"))
-    files += [Path(native.origin)] if native and native.origin else []
-    return digest([sha256(file) for file in files])
+    paths = [path for folder in tqtool.__path__ for path in Path(folder).rglob("*")]
+    return digest([sha256(path) for path in sorted(paths) if path.suffix in (".py", ".so")])
 
 
 def source_weights(setting: Setting) -> dict[str, int]:

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ linux_cpu = pytest.mark.skipif(
 )
 
 
-def run(code: str) -> dict[str, object]:
+def run(code: str) -> Any:
     result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     return json.loads(result.stdout)
 
@@ -43,9 +44,21 @@ import mlx.core as mx
 import numpy as np
 a, b = np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(12, dtype=np.float32).reshape(3, 4)
 y = np.array(mx.array(a) @ mx.array(b))
-print(json.dumps({"status": report.status, "calls": len(calls), "right": bool((y == a @ b).all())}))
+idle = __import__("os").environ["OPENBLAS_THREAD_TIMEOUT"]
+print(json.dumps({"status": report.status, "calls": len(calls), "right": bool((y == a @ b).all()), "idle": idle}))
 """)
-    assert found == {"status": "fast", "calls": 1, "right": True}
+    assert found == {"status": "fast", "calls": 1, "right": True, "idle": "4"}
+
+
+@linux_cpu
+def test_nothing_loads_the_library_before_it_is_configured():
+    found = run("""
+import json
+import tqtool.runtime.load, tqtool.evals.kl, tqtool.evals.teacher, tqtool.runtime.generate
+from pathlib import Path
+print(json.dumps("scipy.libs" in Path("/proc/self/maps").read_text()))
+""")
+    assert found is False
 
 
 @linux_cpu
