@@ -75,18 +75,12 @@ def trellis(k: int, *, rotated: bool, modules: str = "mlp") -> Arm:
 
 ARMS = (
     Arm(name="source", series="source", linears="bf16", embedding="bf16, tied"),
-    rtn(4, wide=False),
-    rtn(3, wide=False),
-    rtn(4),
-    rtn(3),
-    rtn(4, rotated=True),
-    rtn(3, rotated=True),
-    trellis(4, rotated=False),
-    trellis(3, rotated=False),
-    trellis(4, rotated=True),
-    trellis(3, rotated=True),
-    trellis(4, rotated=True, modules="all"),
-    trellis(3, rotated=True, modules="all"),
+    *(rtn(bits, wide=False) for bits in (4, 3)),
+    *(rtn(bits) for bits in (4, 3)),
+    *(rtn(bits, rotated=True) for bits in (4, 3)),
+    *(trellis(k, rotated=False) for k in (4, 3)),
+    *(trellis(k, rotated=True) for k in (4, 3)),
+    *(trellis(k, rotated=True, modules="all") for k in (4, 3)),
 )
 QUICK_ARMS = tuple(arm for arm in ARMS if arm.name in ("source", "rtn-4-stock", "rtn-3-rotated", CHAT_ARM))
 
@@ -137,14 +131,14 @@ def main() -> None:
         sys.exit("the picture needs matplotlib: pip install 'tqtool[report]'")
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    windows, context = (1, 64) if arguments.quick else (arguments.windows, arguments.context)
-    arms = QUICK_ARMS if arguments.quick else ARMS
     if arguments.fresh:
         for stale in (*work.glob("*.key"), *work.glob("*.score.json")):
             stale.unlink()
     models = work / "models" if arguments.quick else arguments.models.resolve()
     models.mkdir(parents=True, exist_ok=True)
-    setting = Setting(work=work, models=models, arms=arms, windows=windows, context=context, jobs=arguments.jobs)
+    windows, context = (1, 64) if arguments.quick else (arguments.windows, arguments.context)
+    arms = QUICK_ARMS if arguments.quick else ARMS
+    setting = Setting(work=work, models=models, arms=arms, jobs=arguments.jobs, windows=windows, context=context)
 
     obtain_tiny(setting) if arguments.quick else obtain(setting)
     make_dump(setting)
