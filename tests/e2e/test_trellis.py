@@ -119,6 +119,21 @@ def test_modules_rules_and_axes(
     assert labels["lm_head"] == "affine5 g64"
 
 
+def test_an_embedding_that_is_only_looked_up_gets_four_bits(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rotation unties the head: then the table that is only looked up is packed at 4 bits, unless something was asked for."""
+    for arguments, embedding, head in (
+        ([], "affine4 g64", "affine6 g64"),
+        (["--bits", "5"], "affine5 g64", "affine5 g64"),
+        (["--rule", "model.embed_tokens=bits:8"], "affine8 g64", "affine6 g64"),
+        (["--no-rotate-weights"], "affine6 g64", None),
+    ):
+        answer = run(capsys, monkeypatch, "trellis", source, tmp_path / "o", "--dry-run", "--json", *arguments)
+        labels = {row["module"]: row["quantizer"] for row in json.loads(answer.out)["rows"] if row["module"]}
+        assert (labels["model.embed_tokens"], labels.get("lm_head")) == (embedding, head)
+
+
 def test_biases_stay_beside_coded_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

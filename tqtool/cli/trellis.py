@@ -40,7 +40,10 @@ def trellis(
     warmup: Annotated[
         int | None, typer.Option("--warmup", help="Shorter first pass of N steps each side of the seam; faster.")
     ] = None,
-    bits: Annotated[int | None, typer.Option("--bits", "--q-bits", help="Of modules not on the trellis. [6]")] = None,
+    bits: Annotated[
+        int | None,
+        typer.Option("--bits", "--q-bits", help="Of modules not on the trellis. [6; 4 for an untied embedding]"),
+    ] = None,
     group_size: Annotated[int | None, typer.Option("--group-size", "--q-group-size", help="Of those. [64]")] = None,
     rule: Annotated[
         list[str] | None,
@@ -80,11 +83,9 @@ def trellis(
         raise UserError("--rotation-seed with --no-rotate-weights does nothing", hint="leave one out")
     places = read_places(source, out, model, mlx_path)
     advance_encoder = [lambda weights: None]  # the bar exists only after the plan is known
-    other = packed_setting(
-        bits=bits if bits is not None else OTHER.bits,
-        group_size=group_size if group_size is not None else OTHER.group_size,
-        mode="affine",
-    )
+    other = None
+    if bits is not None or group_size is not None:
+        other = packed_setting(bits=bits or OTHER.bits, group_size=group_size or OTHER.group_size, mode="affine")
     request = TrellisRequest(
         source=places.source,
         out=places.out,
@@ -94,7 +95,7 @@ def trellis(
         down_axis=parse_axis(down_axis),
         form=parse_form(fake_quant=fake_quant, carrier=carrier),
         other=other,
-        rules=tuple(parse_rule(text, other) for text in rule or ()),
+        rules=tuple(parse_rule(text, other or OTHER) for text in rule or ()),
         rotation_seed=(DEFAULT_SEED if rotation_seed is None else rotation_seed) if rotate else None,
         overwrite=overwrite,
         tick=lambda weights: advance_encoder[0](weights),
