@@ -122,7 +122,7 @@ def test_modules_rules_and_axes(
 def test_an_embedding_that_is_only_looked_up_gets_four_bits(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rotation unties the head: then the table that is only looked up is packed at 4 bits, unless something was asked for."""
+    """Rotation unties the head: the table that is only looked up then gets 4 bits, unless something was asked for."""
     for arguments, embedding, head in (
         ([], "affine4 g64", "affine6 g64"),
         (["--bits", "5"], "affine5 g64", "affine5 g64"),
