@@ -24,16 +24,19 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ladder_report import plot, print_table
 
 ROOT = Path(__file__).parent.parent
 TQTOOL = Path(sys.executable).with_name("tqtool")
 PROMPT = "Why is the sky blue?"
 CHAT_ARM = "trellis-k3-rotated"
-WIDE_EMBEDDING = ("--rule", "model.embed_tokens=bits:6,group:64")
-WIDE_HEAD = ("--rule", "lm_head=bits:6,group:64")
+# What multiplies the last hidden state takes 6 bits; an embedding that is only looked up, 4: as `tqtool trellis` does.
+TIED_RULES = ("--rule", "model.embed_tokens=bits:6,group:64")
+APART_RULES = ("--rule", "model.embed_tokens=bits:4,group:64", "--rule", "lm_head=bits:6,group:64")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,30 +45,27 @@ class Arm:
 
     name: str
     series: str
-    linears: str
-    embedding: str
     command: tuple[str, ...] = ()
 
 
-def rtn(bits: int, *, rotated: bool = False, wide: bool = True) -> Arm:
-    """Round to nearest; ``wide`` keeps the embedding (and an untied head) at 6 bits."""
-    command = ["convert", "--bits", str(bits), "--group-size", "64"]
-    if rotated:
-        command.append("--rotate-weights")
-    command += [*WIDE_EMBEDDING, *(WIDE_HEAD if rotated else ())] if wide else []
-    name = f"rtn-{bits}" + ("-rotated" if rotated else "") + ("" if wide else "-stock")
-    series = "RTN, rotated" if rotated else "RTN" if wide else "RTN as mlx_lm.convert"
-    embedding = f"affine {6 if wide else bits}-bit g64, " + ("head apart" if rotated else "tied")
-    return Arm(name=name, series=series, linears=f"affine {bits}-bit g64", embedding=embedding, command=tuple(command))
+def rtn(bits: int, *, rotated: bool = False, stock: bool = False) -> Arm:
+    """Round to nearest; unless ``stock``, what serves as head is kept at 6 bits."""
+    rules = () if stock else APART_RULES if rotated else TIED_RULES
+    return Arm(
+        name=f"rtn-{bits}" + ("-rotated" if rotated else "") + ("-stock" if stock else ""),
+        series="RTN, rotated" if rotated else "RTN as mlx_lm.convert" if stock else "RTN",
+        command=(
+            *("convert", "--bits", str(bits), "--group-size", "64", *rules),
+            *(("--rotate-weights",) if rotated else ()),
+        ),
+    )
 
 
 def trellis(k: int, *, rotated: bool, modules: str = "mlp") -> Arm:
-    """MLP (the verb's default) or all linear layers on the trellis; the other modules at the default, 6 bits."""
+    """MLP or all linear layers on the trellis; the other modules as the verb stores them by default."""
     return Arm(
         name=f"trellis-k{k}" + ("-rotated" if rotated else "") + ("" if modules == "mlp" else f"-{modules}"),
         series="trellis" + (", rotated" if rotated else "") + ("" if modules == "mlp" else ", attention too"),
-        linears=f"trellis k={k}" + (", attention affine 6-bit g64" if modules == "mlp" else ""),
-        embedding="affine 6-bit g64, " + ("head apart" if rotated else "tied"),
         command=(
             *("trellis", "--k", str(k), "--modules", modules),
             "--rotate-weights" if rotated else "--no-rotate-weights",
@@ -74,8 +74,8 @@ def trellis(k: int, *, rotated: bool, modules: str = "mlp") -> Arm:
 
 
 ARMS = (
-    Arm(name="source", series="source", linears="bf16", embedding="bf16, tied"),
-    *(rtn(bits, wide=False) for bits in (4, 3)),
+    Arm(name="source", series="source"),
+    *(rtn(bits, stock=True) for bits in (4, 3)),
     *(rtn(bits) for bits in (4, 3)),
     *(rtn(bits, rotated=True) for bits in (4, 3)),
     *(trellis(k, rotated=False) for k in (4, 3)),
@@ -217,7 +217,9 @@ def score(setting: Setting, arm: Arm) -> dict[str, Any]:
     size_bytes = sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
     weights = source_weights(setting)
     row = {
-        **{name: value for name, value in asdict(arm).items() if name != "command"},
+        "name": arm.name,
+        "series": arm.series,
+        **storage(folder),
         "command": shlex.join(("tqtool", *arm.command)) if arm.command else None,
         "weight_bytes": size_bytes,
         "bits_per_source_weight": 8 * size_bytes / sum(weights.values()),
@@ -257,79 +259,6 @@ def write_report(setting: Setting, rows: list[dict[str, Any]], elapsed_s: float)
     return report
 
 
-def print_table(report: dict[str, Any]) -> None:
-    print(f"\n{report['model']}, {report['windows']} windows of {report['context']} tokens of {report['text']}")
-    print("bpw: all bytes of the weight files over the weights of the source; linear: of the linear layers alone\n")
-    head = ("arm", "linear layers", "embedding and head", "bpw", "linear", "MB", "KL ± se", "ppl", "top-1")
-    lines = [head]
-    for row in report["rows"]:
-        score = row["score"]
-        cells = (row["name"], row["linears"], row["embedding"], f"{row['bits_per_source_weight']:.2f}")
-        cells += (f"{row['bits_per_linear_weight']:.2f}", f"{row['weight_bytes'] / 1e6:.1f}")
-        cells += (f"{score['kl']['mean']:.4f} ± {error(score['kl']):.4f}", f"{score['ppl']:.2f}")
-        lines.append((*cells, f"{100 * score['top1']['mean']:.1f} %"))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    for line in lines:
-        left = [cell.ljust(width) for cell, width in zip(line[:3], widths[:3], strict=True)]
-        right = [cell.rjust(width) for cell, width in zip(line[3:], widths[3:], strict=True)]
-        print("  ".join(left + right))
-    print()
-
-
-def error(estimate: dict[str, Any]) -> float:
-    """The larger standard error, over tokens or over windows."""
-    return max(estimate["se_tokens"] or 0.0, estimate["se_windows"] or 0.0)
-
-
-def plot(report: dict[str, Any], path: Path) -> None:
-    """KL against the size of everything, and against the rate of the linear layers alone; a line per series."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    source, *rows = report["rows"]
-    series: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        series.setdefault(row["series"], []).append(row)
-    figure, (whole, linear) = plt.subplots(1, 2, figsize=(13, 5.5), sharey=True, layout="constrained")
-    for (name, members), marker in zip(series.items(), "osD^vP", strict=False):
-        draw(whole, name, marker, [(row["weight_bytes"] / 1e6, row) for row in members])
-        draw(linear, name, marker, [(row["bits_per_linear_weight"], row) for row in members])
-    whole.set_yscale("log")
-    whole.set_xlabel("weight files, MB")
-    whole.set_ylabel("mean KL to the source model, nats per token")
-    linear.set_xlabel("bits per weight of the linear layers, scales included")
-    for axes in (whole, linear):
-        axes.grid(visible=True, which="both", alpha=0.25)
-        axes.margins(x=0.1)
-    figure.legend(*linear.get_legend_handles_labels(), loc="outside lower center", ncols=len(series))
-    figure.suptitle(
-        f"{report['model']}: the source has {source['weight_bytes'] / 1e6:.0f} MB and KL 0. "
-        f"{report['windows']} windows of {report['context']} tokens; bars are standard errors.\n"
-        "Rotating a tied model gives it a head of its own: that counts on the left, not on the right.",
-        fontsize=10,
-    )
-    figure.savefig(path, dpi=130)
-
-
-def draw(axes: Any, name: str, marker: str, points: list[tuple[float, dict[str, Any]]]) -> None:
-    points.sort(key=lambda point: point[0])
-    kls = [row["score"]["kl"] for _, row in points]
-    axes.errorbar(
-        [x for x, _ in points],
-        [kl["mean"] for kl in kls],
-        yerr=[error(kl) for kl in kls],
-        marker=marker,
-        markersize=7,
-        capsize=3,
-        label=name,
-    )
-    for x, row in points:
-        short = row["linears"].split(",")[0].replace("affine ", "").replace(" g64", "").replace("trellis ", "")
-        axes.annotate(short, (x, row["score"]["kl"]["mean"]), textcoords="offset points", xytext=(7, 5), fontsize=8)
-
-
 # ---------------------------------------------------------------------------------------------- plumbing
 def run(*command: str, capture: bool = False, sharing: int = 1) -> str:
     """Run a command, echoed; its stdout if ``capture``; ``sharing`` commands run at once. Exits on failure."""
@@ -363,11 +292,11 @@ def manifest_hash(folder: Path) -> str:
 
 
 def code_hash() -> str:
-    """Hash of tqtool's own code, compiled part included: a changed tool reuses nothing."""
+    """Hash of tqtool's code, compiled part included, and of this file: a changed tool reuses nothing."""
     import tqtool
 
     paths = [path for folder in tqtool.__path__ for path in Path(folder).rglob("*")]
-    return digest([sha256(path) for path in sorted(paths) if path.suffix in (".py", ".so")])
+    return digest([sha256(path) for path in sorted(paths) if path.suffix in (".py", ".so")], sha256(Path(__file__)))
 
 
 def source_weights(setting: Setting) -> dict[str, int]:
@@ -377,6 +306,21 @@ def source_weights(setting: Setting) -> dict[str, int]:
     shapes = open_checkpoint(str(setting.source)).shapes()
     linear = sum(math.prod(shape) for name, shape in shapes.items() if is_linear(name))
     return {"linear": linear, "other": sum(map(math.prod, shapes.values())) - linear}
+
+
+def storage(folder: Path) -> dict[str, str]:
+    """How attention, MLP, embedding and head of an artifact are stored, from its config."""
+    config = json.loads((folder / "config.json").read_text())
+    coded, packed = config.get("trellis", {}).get("modules", {}), config.get("quantization", {})
+
+    def how(*names: str) -> str:
+        specs = {f"trellis k={spec['k']}" for path, spec in coded.items() if path.endswith(names)}
+        entries = [entry for path, entry in packed.items() if path.endswith(names) and isinstance(entry, dict)]
+        return ", ".join(sorted(specs | {f"{entry['bits']}-bit g{entry['group_size']}" for entry in entries})) or "bf16"
+
+    attention, mlp = how("q_proj", "k_proj", "v_proj", "o_proj"), how("gate_proj", "up_proj", "down_proj")
+    embedding, head = how("embed_tokens"), "tied" if config["tie_word_embeddings"] else how("lm_head")
+    return {"attention": attention, "mlp": mlp, "embedding": embedding, "head": head}
 
 
 def linear_bytes(folder: Path) -> int:
