@@ -132,7 +132,8 @@ def test_card_front_matter() -> None:
 def test_licence_only_if_the_source_states_it(tmp_path: Path) -> None:
     card = tmp_path / "README.md"
     card.write_text(
-        "---\nlicense: other\nlibrary_name: transformers\nlicense_link: https://x.y/z\nlanguage:\n- en\ntags:\n- a\n---\nlicense: mit\n"
+        "---\nlicense: other\nlibrary_name: transformers\nlicense_link: https://x.y/z\n"
+        "language:\n- en\ntags:\n- a\n---\nlicense: mit\n"
     )
     assert stated_fields(card) == {"license": "other", "license_link": "https://x.y/z"}
     assert "license: other" in front_matter(render_card(facts(source_card=card)))

@@ -56,9 +56,7 @@ def kl(
         check_text(dump, text)
     loaded = _load(model, compute)
     with progress("kl", windows or dump.info.windows) as advance:
-        report = score_kl(
-            loaded, dump, lambda done: advance(done, "windows"), windows=windows, keep_flips=flips
-        )
+        report = score_kl(loaded, dump, lambda done: advance(done, "windows"), windows=windows, keep_flips=flips)
     if as_json:
         emit_json(asdict(report))
         return
@@ -91,9 +89,7 @@ def ppl(
 
     loaded = _load(model, compute)
     with progress("ppl", windows) as advance:
-        report = score_ppl(
-            loaded, text, windows=windows, context=context, tick=lambda done: advance(done, "windows")
-        )
+        report = score_ppl(loaded, text, windows=windows, context=context, tick=lambda done: advance(done, "windows"))
     if as_json:
         emit_json(asdict(report))
         return

@@ -22,18 +22,14 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def generate(
         model: str = typer.Argument(..., help="Artifact, model folder or hub id."),
-        prompt: str = typer.Option(
-            ..., "--prompt", "-p", help="User message; with --raw the text to continue."
-        ),
+        prompt: str = typer.Option(..., "--prompt", "-p", help="User message; with --raw the text to continue."),
         system: str | None = typer.Option(None, "--system", help="System message."),
         raw: bool = typer.Option(False, "--raw", help="No chat template."),
         max_tokens: int = typer.Option(256, "--max-tokens", "-m", help="Upper limit of new tokens."),
         temp: float = typer.Option(0.0, "--temp", help="Temperature; 0 is greedy."),
         top_p: float = typer.Option(0.0, "--top-p", help="Nucleus sampling; 0 is off."),
         seed: int = typer.Option(0, "--seed", help="Seed of the sampler."),
-        compute: Compute = typer.Option(
-            Compute.PACKED, "--compute", help="Keep layers packed, or make them dense."
-        ),
+        compute: Compute = typer.Option(Compute.PACKED, "--compute", help="Keep layers packed, or make them dense."),
         as_json: bool = typer.Option(False, "--json", help="Print text and statistics as JSON at the end."),
         verbose: bool = typer.Option(False, "--verbose", help="Say on stderr what was loaded."),
     ) -> None:

@@ -19,9 +19,7 @@ def register(app: typer.Typer) -> None:
         text: Path = typer.Option(..., "--text", help="UTF-8 text to score."),
         windows: int = typer.Option(32, "--windows", "-n", help="Windows, from the start of the text."),
         context: int = typer.Option(512, "--context", "-c", help="Tokens of a window."),
-        top: int = typer.Option(
-            2048, "--top", help="Logits kept per position; the whole vocabulary if smaller."
-        ),
+        top: int = typer.Option(2048, "--top", help="Logits kept per position; the whole vocabulary if smaller."),
         force: bool = typer.Option(False, "--force", help="Replace OUT."),
         as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
     ) -> None:

@@ -60,9 +60,7 @@ def _to_numpy(logits: Any, index: int) -> NDArray[np.float32]:
     values = np.array(logits, copy=False)
     bad = np.count_nonzero(~np.isfinite(values.max(axis=1) - values.min(axis=1)))
     if bad:
-        raise NumericalError(
-            f"window {index}: {bad} of {len(values)} positions have logits that are not finite"
-        )
+        raise NumericalError(f"window {index}: {bad} of {len(values)} positions have logits that are not finite")
     return values
 
 

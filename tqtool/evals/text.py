@@ -79,9 +79,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
     Files that were written anew by another library give the same hash; another vocabulary, or another way to split
     digits or spaces, does not.
     """
-    content = json.dumps(
-        [sorted(tokenizer.get_vocab().items()), encode(tokenizer, PROBE)], ensure_ascii=False
-    )
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), encode(tokenizer, PROBE)], ensure_ascii=False)
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
 
 

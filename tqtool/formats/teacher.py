@@ -128,9 +128,7 @@ def open_dump(path: Path) -> TeacherDump:
     except SourceError as error:
         raise ArtifactError(error.message, hint="make it with `tqtool teacher`") from error
     if header.metadata.get("format") != FORMAT:
-        raise ArtifactError(
-            f"{path}: not a teacher dump", hint="make one with `tqtool teacher MODEL OUT --text FILE`"
-        )
+        raise ArtifactError(f"{path}: not a teacher dump", hint="make one with `tqtool teacher MODEL OUT --text FILE`")
     version = header.metadata.get("format_version")
     if version != str(FORMAT_VERSION):
         raise ArtifactError(
@@ -142,9 +140,7 @@ def open_dump(path: Path) -> TeacherDump:
     found = {name: (tensor.dtype, tensor.shape) for name, tensor in header.tensors.items()}
     if found != expected:
         wrong = next(name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name))
-        raise ArtifactError(
-            f"{path}: tensor {wrong}: expected {expected.get(wrong)}, found {found.get(wrong)}"
-        )
+        raise ArtifactError(f"{path}: tensor {wrong}: expected {expected.get(wrong)}, found {found.get(wrong)}")
     return TeacherDump(header=header, info=info)
 
 
