@@ -30,6 +30,7 @@ from tqtool.transform.plan import (
     ScaleInput,
     TransformPlan,
     plan_identity,
+    plan_identity,
     plan_rotation,
 )
 
@@ -333,3 +334,9 @@ def test_an_array_that_does_not_fit_the_plan_is_refused() -> None:
     rotated = dataclasses.replace(output, ops=(RotateOutput(rotation=Rotation(n=8)),))
     with pytest.raises(SourceError, match="rotation of order 8 does not fit axis 0"):
         apply_folds(rotated, lambda name: np.zeros((4, 8), np.float32))
+
+
+def test_an_absurd_number_of_layers_is_refused_before_it_is_listed() -> None:
+    config = random_config("llama") | {"num_hidden_layers": 10**9}
+    with pytest.raises(SourceError, match=r"num_hidden_layers 1000000000: the checkpoint holds \d+ tensors"):
+        plan_identity(shapes(random_weights(random_config("llama"), seed=1)), config)

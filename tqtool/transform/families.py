@@ -163,6 +163,12 @@ def read_layout(family: Family, shapes: Mapping[str, tuple[int, ...]], config: M
         SourceError: config.json lacks a size, or a tensor is missing, left over or of an unexpected shape.
     """
     geometry = read_geometry(family, config)
+    if geometry.n_layers > len(shapes):  # before listing their tensors: the number may be absurd
+        raise SourceError(
+            f"config.json: num_hidden_layers {geometry.n_layers}: the checkpoint holds {len(shapes)} tensors, "
+            "fewer than one a layer",
+            hint="config.json and the weights belong to different models",
+        )
     is_tied = _is_tied(shapes, config)
     parameters = tuple(_parameters(family, geometry, config, is_tied=is_tied))
     dropped = tuple(_dropped(shapes, is_tied=is_tied))
