@@ -30,7 +30,6 @@ from tqtool.transform.plan import (
     ScaleInput,
     TransformPlan,
     plan_identity,
-    plan_identity,
     plan_rotation,
 )
 
