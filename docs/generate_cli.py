@@ -15,7 +15,7 @@ from tqtool.cli.app import build_app
 
 TARGET = Path(__file__).parent / "cli.md"
 EXIT_CODES = (
-    "Exit codes: 0 done · 2 the request · 3 numbers · 4 an artifact · 5 a backend · 130 interrupted. "
+    "Exit codes: 0 done · 1 a bug · 2 the request · 3 numbers · 4 an artifact · 5 a backend · 130 interrupted. "
     "`--traceback` anywhere shows the Python traceback."
 )
 

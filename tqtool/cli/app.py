@@ -45,7 +45,7 @@ def build_app() -> typer.Typer:
 
 
 def main() -> None:
-    """Entry point of ``tqtool``: exit codes 2 user, 3 numerical, 4 artifact, 5 backend, 130 interrupted."""
+    """Entry point of ``tqtool``: exit codes 1 internal, 2 user, 3 numerical, 4 artifact, 5 backend, 130 interrupted."""
     show_traceback = "--traceback" in sys.argv
     if show_traceback:
         sys.argv.remove("--traceback")
@@ -58,6 +58,15 @@ def main() -> None:
         if error.hint:
             sys.stderr.write(f"hint: {error.hint}\n")
         sys.exit(error.exit_code)
+    except Exception as error:
+        # A bug of ours must not end in a page of traceback either; it says so and where to look.
+        if show_traceback:
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        sys.stderr.write(
+            f"error: internal error: {reason}\nhint: a bug in tqtool; --traceback shows where, please report it\n"
+        )
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; nothing was left under the final name\n")
         sys.exit(130)

@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tqtool.artifact.config import build_config
+from tqtool.artifact.config import build_config, encode_config
 from tqtool.artifact.stop_tokens import StopTokens, read_stop_tokens
 from tqtool.artifact.writer import check_target, plan_shards
-from tqtool.errors import UserError
+from tqtool.errors import SourceError, UserError
 from tqtool.formats.dtypes import DType
 from tqtool.formats.manifest import Manifest
 from tqtool.pipeline.execute import Check, Progress, execute
 from tqtool.pipeline.plan import JobPlan, Work, row_of, totals_of
 from tqtool.pipeline.preflight import memory_note, require_disk
+from tqtool.pipeline.provenance import transform_records
 from tqtool.solve.quantizer import ConfigEntry, Quantizer
 from tqtool.source.checkpoint import Checkpoint
 from tqtool.transform.plan import OutputTensor, TransformPlan
@@ -135,6 +136,8 @@ def plan_job(
         dtype=extras.dtype,
         extra=_with_stop_tokens(extras.config, stop_tokens),
     )
+    _require_writable_config(checkpoint.path, config)
+    transform_records(checkpoint, transform)  # a malformed note in the source is refused now, not after the work
     shards = plan_shards([stored for work in works for stored in work.stored])
     other_bytes = OTHER_FILE_BYTES + sum(path.stat().st_size for path in checkpoint.files)
     totals = totals_of(checkpoint, works, n_shards=len(shards), other_bytes=other_bytes)
@@ -168,6 +171,17 @@ def module_entries(works: tuple[Work, ...]) -> dict[str, ConfigEntry]:
 
 def _work(output: OutputTensor, quantizer: Quantizer) -> Work:
     return Work(output=output, quantizer=quantizer, stored=quantizer.outputs(output.name, output.shape))
+
+
+def _require_writable_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """JSON escapes can hold half characters (lone surrogates) that no file can: better refused now than at the end."""
+    try:
+        encode_config(config)
+    except UnicodeEncodeError as error:
+        raise SourceError(
+            f"{folder / 'config.json'}: holds text that is not valid Unicode ({error.reason})",
+            hint="remove the \\udXXX escape that stands alone",
+        ) from error
 
 
 def _with_stop_tokens(extra: Mapping[str, Any], stop_tokens: StopTokens) -> dict[str, Any]:

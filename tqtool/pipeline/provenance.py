@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqtool.artifact.card import CARD_NAME, CardFacts, render_card
 from tqtool.artifact.writer import ArtifactWriter, shard_of
-from tqtool.errors import NumericalError
+from tqtool.errors import NumericalError, SourceError
 from tqtool.formats.manifest import (
     FileRecord,
     Manifest,
@@ -36,10 +36,7 @@ _TOOLS = ("tqtool", "mlx", "numpy", "ml-dtypes")
 
 def transform_records(checkpoint: Checkpoint, transform: TransformPlan) -> list[TransformRecord]:
     """Transforms folded into the tensors: those the source already carried, then this job's."""
-    records = [
-        TransformRecord(id=entry["id"], seed=entry.get("seed"), deviations=list(entry.get("deviations", ())))
-        for entry in _carried(checkpoint.path / OPTIQ_NAME)
-    ]
+    records = _carried(checkpoint.path / OPTIQ_NAME)
     if transform.id != "identity":
         deviations = list(transform.deviations)
         records.append(TransformRecord(id=transform.id, seed=transform.seed, deviations=deviations))
@@ -173,14 +170,22 @@ def _base_model(checkpoint: Checkpoint) -> str | None:
     return checkpoint.origin.location if checkpoint.origin.kind == "hub" else None
 
 
-def _carried(path: Path) -> list[dict[str, Any]]:
+def _carried(path: Path) -> list[TransformRecord]:
+    """Transforms the source says it carries. To lose them would misreport the artifact: a bad file is an error."""
     if not path.is_file():
         return []
     try:
         entries = json.loads(path.read_bytes()).get("weight_transforms", [])
-    except (ValueError, AttributeError):
-        return []
-    return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+        return [
+            TransformRecord(id=entry["id"], seed=entry.get("seed"), deviations=list(entry.get("deviations", ())))
+            for entry in entries
+        ]
+    except (ValueError, AttributeError, TypeError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise SourceError(
+            f"{path}: weight_transforms: expected a list of {{id, seed, deviations}}, found something else ({reason})",
+            hint="repair or remove the file; it only says which transforms the weights already carry",
+        ) from error
 
 
 def _content_hash(checkpoint: Checkpoint, source_sha256: Mapping[str, str]) -> str:
