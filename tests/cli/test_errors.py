@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import run
-from tests.support.tiny_models import write_tiny
+from tests.support.tiny_models import Tiny, write_tiny
 
 
 @pytest.mark.parametrize("notes", [5, [{"id": "x", "seed": "many"}], [{"id": "x", "deviations": 5}], [{}], ["x"]])
@@ -49,3 +49,38 @@ def test_a_bug_of_ours_is_one_line_too(
     assert answer.err.startswith("error: internal error: KeyError: 'planted'\nhint: ")
     with pytest.raises(KeyError):
         run(capsys, monkeypatch, "convert", tmp_path / "a", tmp_path / "b", "--traceback")
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_companion_that_is_no_json_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    source = write_tiny(tmp_path / "source")
+    (source / name).write_text("{")
+    answer = run(capsys, monkeypatch, "convert", source, tmp_path / "out", "-q", "--check", "none")
+    assert answer.code == 2
+    assert f"{name}: expected JSON" in answer.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_large_json_file_is_only_looked_at(tmp_path: Path) -> None:
+    from tqtool.errors import SourceError
+    from tqtool.source.checks import PARSED_BYTES, require_json
+
+    path = tmp_path / "tokenizer.json"
+    path.write_text('{"a": "' + "x" * PARSED_BYTES + '"}\n')
+    require_json([path])
+    path.write_text('{"a": "' + "x" * PARSED_BYTES)
+    with pytest.raises(SourceError, match="truncated"):
+        require_json([path])
+
+
+def test_a_head_that_a_tied_model_does_not_use_is_left_out_aloud(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_tiny(tmp_path / "source", Tiny(tied=False))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    answer = run(capsys, monkeypatch, "convert", source, tmp_path / "out", "-q", "--check", "none")
+    assert answer.code == 0
+    assert "note: left out: lm_head.weight (" in answer.err

@@ -23,6 +23,7 @@ from tqtool.pipeline.preflight import memory_note, require_disk
 from tqtool.pipeline.provenance import transform_records
 from tqtool.solve.quantizer import ConfigEntry, Quantizer
 from tqtool.source.checkpoint import Checkpoint
+from tqtool.source.checks import require_json
 from tqtool.transform.plan import OutputTensor, TransformPlan
 
 Choose = Callable[[OutputTensor], Quantizer]
@@ -137,6 +138,7 @@ def plan_job(
         extra=_with_stop_tokens(extras.config, stop_tokens),
     )
     _require_writable_config(checkpoint.path, config)
+    require_json(checkpoint.files)
     transform_records(checkpoint, transform)  # a malformed note in the source is refused now, not after the work
     shards = plan_shards([stored for work in works for stored in work.stored])
     other_bytes = OTHER_FILE_BYTES + sum(path.stat().st_size for path in checkpoint.files)
@@ -147,7 +149,7 @@ def plan_job(
         rotation_seed=transform.seed,
         rows=tuple(row_of(work, extras.notes.get(work.output.name, ())) for work in works),
         totals=totals,
-        notes=_present(*extras.plan_notes, stop_tokens.note),
+        notes=_present(*extras.plan_notes, *_left_out(transform), stop_tokens.note),
         warnings=_present(*checkpoint.warnings, memory_note(totals.peak_memory_bytes)),
         hints=extras.hints,
     )
@@ -199,6 +201,17 @@ def _require_separate(source: Path, out: Path) -> None:
         )
     if source.is_relative_to(target):
         raise UserError(f"{out}: the output holds the source folder {source}", hint="choose another output folder")
+
+
+def _left_out(transform: TransformPlan) -> tuple[str, ...]:
+    """A note for what the artifact leaves out; rotary tables, one a layer, are named once."""
+    reasons: dict[str, list[str]] = {}
+    for dropped in transform.dropped:
+        reasons.setdefault(dropped.reason, []).append(dropped.name)
+    return tuple(
+        f"left out: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} ({reason})"
+        for reason, names in reasons.items()
+    )
 
 
 def _present(*notes: str | None) -> tuple[str, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -56,6 +58,9 @@ _MLX_LM_ALIASES: Final = {
     "xverse": "llama",
 }
 
+PARSED_BYTES: Final = 4 << 20
+"""JSON files up to this size are parsed whole."""
+
 
 def refuse_quantized(folder: Path, config: Mapping[str, Any], dtypes: Mapping[str, DType]) -> None:
     """Raise SourceError if the config or the tensors say that the weights are already quantized."""
@@ -107,6 +112,31 @@ def tokenizer_warnings(folder: Path, files: Iterable[Path]) -> tuple[str, ...]:
     if present.isdisjoint(TOKENIZER_NAMES) and not any(name.endswith(".tiktoken") for name in present):
         return (f"{folder}: no tokenizer (none of {', '.join(TOKENIZER_NAMES)})",)
     return ()
+
+
+def require_json(files: Iterable[Path]) -> None:
+    """Raise SourceError when a JSON file that the artifact would carry along is none.
+
+    Files beyond ``PARSED_BYTES`` (tokenizers) are not parsed, which would take ten times their size in memory: only
+    their first and last characters are looked at, so that a truncated one is seen.
+    """
+    for path in files:
+        if path.suffix != ".json":
+            continue
+        size = path.stat().st_size
+        try:
+            with path.open("rb") as file:
+                if size <= PARSED_BYTES:
+                    json.load(file)
+                    continue
+                head = file.read(64).lstrip()[:1]
+                file.seek(-64, os.SEEK_END)
+                if (head + file.read().rstrip()[-1:]) not in (b"{}", b"[]"):
+                    raise ValueError("truncated")
+        except (ValueError, RecursionError) as error:
+            raise SourceError(
+                f"{path}: expected JSON, found something else ({error})", hint="download the file again, or remove it"
+            ) from error
 
 
 def require_tokenizer(checkpoint: Checkpoint) -> None:
