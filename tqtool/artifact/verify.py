@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Literal
 
@@ -162,7 +163,10 @@ def _check_reload(artifact: Artifact, depth: Depth) -> Check:
     if depth == "none":
         return Check(name="reload", status="skip", detail="not asked for")
     try:
-        needs_code = "model_file" in artifact.config
+        needs_code = artifact.config.get("model_file") is not None
+        if needs_code and not _is_our_model_file(artifact):
+            problem = "model_file is not the module this version of tqtool ships: it was not executed"
+            return Check(name="reload", status="fail", detail="stock mlx-lm", problems=(problem,))
         report = reload_stock(artifact.path, depth=depth, trust_remote_code=needs_code)
         problems = compare_modules(report, config_entries(artifact))
     except TqError as error:
@@ -173,6 +177,13 @@ def _check_reload(artifact: Artifact, depth: Depth) -> Check:
     if needs_code:
         detail += " (with its model_file: --trust-remote-code)"
     return Check(name="reload", status="fail" if problems else "pass", detail=detail, problems=problems)
+
+
+def _is_our_model_file(artifact: Artifact) -> bool:
+    """Verifying must never run what it verifies: only the module that tqtool itself ships is trusted, byte for byte."""
+    path = artifact.path / str(artifact.config["model_file"])
+    ours = resources.files("tqtool").joinpath("runtime", "stock_model.py").read_bytes()
+    return path.is_file() and path.read_bytes() == ours
 
 
 def _files_below(path: Path) -> Iterator[str]:

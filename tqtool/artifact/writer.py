@@ -116,10 +116,16 @@ class ArtifactWriter:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._hasher.shutdown()
-        if self._file is not None:
-            self._file.close()
-        if not self._committed:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        try:
+            if self._file is not None:
+                self._file.close()
+        except OSError:
+            # Closing flushes and fails again on a full disk: that must not replace the first error or the clean-up.
+            if value is None:
+                raise
+        finally:
+            if not self._committed:
+                shutil.rmtree(self.folder, ignore_errors=True)
 
     def write(self, name: str, array: NDArray[Any]) -> None:
         """Append the next planned tensor; anything but that tensor is an ArtifactError."""

@@ -32,7 +32,7 @@ class PromptLinear(nn.QuantizedLinear):  # type: ignore[misc]
     @classmethod
     def of(cls, layer: nn.QuantizedLinear) -> PromptLinear:
         """The same layer, sharing its arrays."""
-        twin = cls(128, 8, False, layer.group_size, layer.bits, layer.mode)
+        twin = cls(128, 8, "bias" in layer, layer.group_size, layer.bits, layer.mode)
         twin.update(dict(layer))
         return twin
 

@@ -18,6 +18,7 @@ from tqtool.formats.dtypes import DType
 from tqtool.formats.safetensors import TensorInfo, read_header
 from tqtool.formats.trellis import TrellisSpec, specs_from_config
 from tqtool.runtime.blas import BlasReport, ensure_blas
+from tqtool.source.config import rope_updates
 from tqtool.source.hub import is_hub_id, resolve_snapshot
 
 if TYPE_CHECKING:
@@ -183,7 +184,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{folder}: the model brings its own code ({config['model_file']}), which tqtool does not run",
             hint="use mlx_lm with --trust-remote-code if you trust it",
         )
-    return config
+    # transformers 5 keeps the rotary settings where mlx-lm does not look; the source reader repeats them, so must we.
+    return {**config, **rope_updates(config)}
 
 
 def _read_headers(folder: Path) -> dict[str, TensorInfo]:
@@ -220,7 +222,7 @@ def _build(folder: Path, config: dict[str, Any]) -> nn.Module:
     choose = {} if "trellis" not in config else {"get_model_classes": _trellis_classes()}
     try:
         # Our own classes serve trellis artifacts: the module file inside the artifact is never executed.
-        model, _ = load_model(folder, lazy=True, strict=True, model_config={"model_file": None}, **choose)
+        model, _ = load_model(folder, lazy=True, strict=True, model_config={**config, "model_file": None}, **choose)
     except ValueError as error:
         first_line = str(error).strip().splitlines()[0]
         if "not supported" in first_line:
