@@ -37,6 +37,18 @@ def artifact(pristine: Path, tmp_path: Path) -> Path:
     return shutil.copytree(pristine, tmp_path / "artifact")
 
 
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_code_in_an_artifact_is_never_run(artifact: Path, tmp_path: Path, is_listed: bool) -> None:
+    """Also when the manifest vouches for it: whoever can write the file can write its hash."""
+    (artifact / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    edit_config(artifact, lambda config: config.update(model_file="evil.py"))
+    if is_listed:
+        rehash_file(artifact, "evil.py")
+    report = verify_artifact(artifact)
+    assert not (tmp_path / "ran").exists()
+    assert "was not executed" in failed(report)["reload"].problems[0]
+
+
 def failed(report: VerifyReport) -> dict[str, Check]:
     return {check.name: check for check in report.checks if check.status == "fail"}
 

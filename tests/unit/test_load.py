@@ -61,6 +61,44 @@ def test_float_folder_runs_in_float32(tmp_path):
     assert loaded.tokenizer.eos_token_ids == {2}
 
 
+def test_rotary_settings_of_transformers_5_are_used(tmp_path):
+    """They stand under rope_parameters only, where mlx-lm's llama does not look: without help it takes base 10000."""
+    outputs = {}
+    for name, changes in (
+        ("old", {"rope_theta": 500000.0}),
+        ("new", {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+        ("other", {}),
+    ):
+        folder = write_tiny(tmp_path / name, TINY)
+        edit_config(folder, **changes)
+        outputs[name] = logits(load(folder))
+    assert np.array_equal(outputs["new"], outputs["old"])
+    assert not np.allclose(outputs["other"], outputs["old"], atol=1e-3)
+
+
+@pytest.mark.parametrize("compute", ["packed", "expand"])
+def test_biases_of_quantized_layers_are_served(tmp_path, compute):
+    """Five tokens take the prompt path, one the matvec path; both must add the bias that stock mlx-lm adds."""
+    tiny = Tiny(model_type="qwen2")
+    folder = write_tiny(tmp_path / "m", tiny)
+    tensors = {}
+    for name, tensor in tiny.tensors().items():
+        array = mx.array(tensor.astype(np.float32)).astype(mx.bfloat16)
+        if tensor.ndim == 2:
+            parts = mx.quantize(array, group_size=64, bits=8)
+            stem = name.removesuffix("weight")
+            tensors |= {stem + part: value for part, value in zip(("weight", "scales", "biases"), parts, strict=True)}
+        else:
+            tensors[name] = array * (50 if name.endswith("bias") else 1)
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "mlx"})
+    edit_config(folder, quantization={"group_size": 64, "bits": 8, "mode": "affine"})
+    stock, _ = load_model(folder)
+    stock.set_dtype(mx.float32)
+    for tokens in (TOKENS, TOKENS[:, :1]):
+        expected, found = np.array(stock(tokens)[0]), logits(load(folder, compute=compute), tokens)
+        assert np.abs(found - expected).max() < 1e-4 * expected.std()
+
+
 def test_dtype_can_be_chosen(tmp_path):
     loaded = load(write_tiny(tmp_path / "m", TINY), dtype="bfloat16")
     assert {str(value.dtype) for _, value in tree_flatten(loaded.model.parameters())} == {"mlx.core.bfloat16"}

@@ -168,8 +168,13 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -
     assert only_entry(tmp_path) == []
 
 
-def test_file_size_limit_of_the_system(tmp_path: Path) -> None:
-    """A real EFBIG from the kernel, half-way through a shard."""
+@pytest.mark.parametrize("sizes", [(1 << 20,), (261_250, 1_250, 50_000)], ids=["in a write", "again when closing"])
+def test_file_size_limit_of_the_system(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    """A real EFBIG from the kernel, half-way through a shard.
+
+    In the second case bytes are left in the file's buffer, so that closing it fails too: the first error must still
+    be the one that is reported, and the folder must still go.
+    """
     script = f"""
 import resource, signal, sys
 from pathlib import Path
@@ -178,7 +183,7 @@ from tests.unit.test_writer import planned, write_all
 from tqtool.errors import ArtifactError
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
-    write_all(Path({str(tmp_path / "out")!r}), planned(1 << 20))
+    write_all(Path({str(tmp_path / "out")!r}), planned(*{sizes!r}))
 except ArtifactError as error:
     sys.exit(f"{{error.exit_code}} {{error.message}}")
 """
