@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tqtool.errors import NumericalError, UserError
+from tqtool.errors import BackendError, NumericalError, UserError
 from tqtool.formats.dtypes import DType, dtype_of
 from tqtool.formats.trellis import spec_for
 from tqtool.mathx import codes
@@ -55,6 +55,21 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(ticks) == weight.size
     for name, array in whole.tensors.items():
         assert np.array_equal(array, parts.tensors[name])
+
+
+@pytest.mark.parametrize("step", [0, 100, 255])
+def test_an_encoder_that_returns_a_broken_path_is_caught(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Packed, one wrong state would silently turn into other weights; the high bit is not even stored."""
+    honest = solver.native.viterbi_encode
+
+    def faulty(*arguments: object, **options: object) -> tuple[np.ndarray, str]:
+        states, name = honest(*arguments, **options)
+        states[5, step] ^= 1 << 11
+        return states, name
+
+    monkeypatch.setattr(solver.native, "viterbi_encode", faulty)
+    with pytest.raises(BackendError, match=f"{NAME}: the compiled encoder is at fault: trellis block 5, step {step}:"):
+        TrellisPacked(options=TrellisOptions(k=3), axis=1).run(NAME, gaussian(8, 512))
 
 
 def test_refit_never_hurts_and_helps_heavy_tails() -> None:

@@ -1,22 +1,24 @@
-"""Decode sampled rows and blocks: values must be finite, and MLX must read the words as docs/formats says.
+"""Decode sampled rows: values must be finite, and what serves them must read the words as docs/formats says.
 
-One function per packed format; a new format adds its own and one line in ``decode_problems``.
+What serves is ``mx.dequantize`` for affine modules and our compiled kernel for trellis modules; each is held, bit for
+bit, against an independent decoder in Python. One function per packed format; a new format adds its own and one line in ``decode_problems``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
+from tqtool import native
 from tqtool.artifact.reader import Artifact, affine_spec
-from tqtool.errors import ArtifactError
 from tqtool.formats import affine, trellis
 from tqtool.mathx import codes
 from tqtool.solve.quantizer import ConfigEntry
 
 SAMPLED_ROWS = 3
-SAMPLED_BLOCKS = 32
 
 
 def decode_problems(artifact: Artifact, entries: Mapping[str, ConfigEntry]) -> tuple[int, list[str]]:
@@ -66,20 +68,40 @@ def _affine_problems(artifact: Artifact, module: str, spec: affine.AffineSpec) -
 
 
 def _trellis_problems(artifact: Artifact, module: str, spec: trellis.TrellisSpec) -> list[str]:
-    """Sampled blocks must be closed paths of the trellis, scales finite, values finite."""
+    """The kernel that serves the matrix and the format's own decoder must agree on every bit of the sampled rows.
+
+    Any words are a path of the trellis, so that the words make sense proves nothing; that both read the same does.
+    """
     scales = artifact.read(f"{module}.scales")
     if not np.isfinite(scales.astype(np.float32)).all():
         return [f"{module}.scales: holds values that are not finite"]
-    words = artifact.read(f"{module}.weight").reshape(-1, spec.words_per_block)
-    blocks = words[np.fromiter(_spread(len(words), SAMPLED_BLOCKS), np.int64)]
-    states = trellis.unpack(blocks, spec.k, spec.window)
-    try:
-        trellis.check_closed(states, spec.k, spec.window)
-    except ArtifactError as error:
-        return [f"{module}: {error.message}"]
-    if not np.isfinite(codes.values(spec.code, spec.window)[states]).all():
-        return [f"{module}: a sampled block decodes to values that are not finite"]
-    return []
+    values = codes.values(spec.code, spec.window)
+    problems = []
+    for row in _spread(spec.rows, SAMPLED_ROWS):
+        start, part = _rows_around(spec, row)
+        first = start * spec.stride // spec.block * spec.words_per_block
+        words = artifact.read_flat(f"{module}.weight", first, first + part.n_words)
+        stream = values[trellis.unpack(words.reshape(part.n_blocks, -1), spec.k, spec.window)].reshape(-1)
+        levels = stream[: part.rows * spec.stride].reshape(part.rows, spec.stride)[:, : spec.cols]
+        ours = levels * scales[start : start + part.rows, None].astype(np.float32)
+        if not np.isfinite(ours).all():
+            problems.append(f"{module}: row {row} decodes to values that are not finite")
+            continue
+        served = native.trellis_expand(words, scales[start : start + part.rows], part)
+        if not np.array_equal(ours.view(np.uint32), served.view(np.uint32)):
+            worst = float(np.abs(ours - served).max())
+            problems.append(f"{module}: row {row}: the compiled kernel differs from the format by {worst:.3g}")
+    return problems
+
+
+def _rows_around(spec: trellis.TrellisSpec, row: int) -> tuple[int, trellis.TrellisSpec]:
+    """The last row up to ``row`` that starts on a block, and the spec of the rows from there to ``row``.
+
+    Blocks run on across rows when the stride is no multiple of them, so ``row`` alone may begin inside one.
+    """
+    quantum = spec.block // math.gcd(spec.stride, spec.block)
+    start = row // quantum * quantum
+    return start, replace(spec, rows=row + 1 - start)
 
 
 def _dense_problems(artifact: Artifact, name: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,14 @@ class Artifact:
         """Rows ``start:stop`` of the tensor ``name``."""
         try:
             return self.tensors[name].read_rows(start, stop)
+        except SourceError as error:
+            raise ArtifactError(error.message, hint=error.hint) from error
+
+    def read_flat(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Elements ``start:stop`` of the tensor ``name`` in storage order, reading only those."""
+        ref = self.tensors[name]
+        try:
+            return replace(ref, shape=(ref.nbytes // ref.dtype.itemsize,)).read_rows(start, stop)
         except SourceError as error:
             raise ArtifactError(error.message, hint=error.hint) from error
 

@@ -142,9 +142,7 @@ def spec_for(
 def pack(states: NDArray[np.uint16], k: int) -> NDArray[np.uint32]:
     """Words of blocks: states ``[n, T]`` → uint32 ``[n, T·k/32]``. Only the low k bits of each state are stored.
 
-    Raises:
-        ArtifactError: a block is not a closed path of the trellis with k bits a step, so its states could not be read
-            back.
+    The states can be read back if, and only if, every block is a closed path: ``check_closed`` says so, not this.
     """
     n_blocks, block = states.shape
     symbols = states[:, ::-1] & np.uint16((1 << k) - 1)

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tqtool import native
-from tqtool.errors import NumericalError, UserError
+from tqtool.errors import ArtifactError, BackendError, NumericalError, UserError
 from tqtool.formats.dtypes import DType
-from tqtool.formats.trellis import BLOCK, TrellisSpec, pack, spec_for
+from tqtool.formats.trellis import BLOCK, TrellisSpec, check_closed, pack, spec_for
 from tqtool.mathx import codes
 from tqtool.solve.quantizer import ConfigEntry, QuantResult, StoredTensor, module_of
 from tqtool.solve.rtn import AffineRtn, cast
@@ -97,6 +97,7 @@ def encode_weight(
 
     Raises:
         NumericalError: a row's scale does not fit float16.
+        BackendError: the compiled encoder returned a path that the format cannot hold.
     """
     stored = weight if spec.axis == 1 else weight.T
     scales = row_scales(name, stored, options.k)
@@ -110,6 +111,7 @@ def encode_weight(
         states, _ = native.viterbi_encode(
             inputs, levels, window=options.window, k=options.k, warmup=options.warmup, threads=options.threads
         )
+        _require_closed(name, states, spec)
         first = start * spec.stride // spec.block
         words[first : first + len(states)] = pack(states, options.k)
         decoded = values[states].reshape(-1)[: len(rows) * spec.stride].reshape(len(rows), spec.stride)[:, : spec.cols]
@@ -122,6 +124,16 @@ def encode_weight(
     return TrellisMatrix(
         spec=spec, words=words.reshape(spec.words_shape), scales=scales, squared_error=error, squared_norm=norm
     )
+
+
+def _require_closed(name: str, states: NDArray[np.uint16], spec: TrellisSpec) -> None:
+    """Packing keeps k bits of each state: what is no closed path would be read back as other weights."""
+    try:
+        check_closed(states, spec.k, spec.window)
+    except ArtifactError as error:
+        raise BackendError(
+            f"{name}: the compiled encoder is at fault: {error.message}", hint="reinstall tqtool, or report it"
+        ) from error
 
 
 def row_scales(name: str, stored: NDArray[np.float32], k: int) -> NDArray[np.float16]:
