@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, Literal
 
 from tqtool.artifact.reader import Artifact, affine_spec
 from tqtool.errors import ArtifactError
 from tqtool.formats.affine import AffineSpec
 from tqtool.formats.dtypes import DType
-from tqtool.formats.manifest import TensorRecord
+from tqtool.formats.manifest import MANIFEST_NAME, TensorRecord, short
 from tqtool.formats.trellis import TrellisSpec, specs_from_config
 from tqtool.solve.quantizer import ConfigEntry
 
@@ -16,22 +17,45 @@ _TOP_KEYS = ("group_size", "bits", "mode")
 
 
 def config_entries(artifact: Artifact) -> dict[str, ConfigEntry]:
-    """Module path → what config.json says of it; None for a trellis module, False for a dense one."""
-    quantization = artifact.config.get("quantization") or {}
+    """Module path → what config.json says of it; None for a trellis module, False for a dense one.
+
+    Raises:
+        ArtifactError: a value of another type than it must have, or no entry for a module of the manifest.
+    """
+    quantization = _quantization(artifact)
     trellis = specs_from_config(dict(artifact.config))
     entries: dict[str, ConfigEntry] = {}
     for record in artifact.manifest.tensors:
         if record.module is None:
             continue
+        if record.name != f"{record.module}.weight":
+            raise ArtifactError(f"{MANIFEST_NAME}: {record.name} is not the weight of {record.module}, its module")
         if record.module in trellis:
             entries[record.module] = None
         elif not quantization:
             entries[record.module] = False
         elif record.module in quantization:
-            entries[record.module] = quantization[record.module]
+            entries[record.module] = _entry(record.module, quantization[record.module])
         else:
             raise ArtifactError(f"config.json: quantization has no entry for {record.module}")
     return entries
+
+
+def _quantization(artifact: Artifact) -> Mapping[str, Any]:
+    """The ``quantization`` object, empty if config.json has none."""
+    value = artifact.config.get("quantization", {})
+    if not isinstance(value, dict):
+        raise ArtifactError(f"config.json: quantization: expected an object, found {short(value)}")
+    return value
+
+
+def _entry(module: str, value: Any) -> dict[str, Any] | Literal[False]:
+    if value is False:
+        return False
+    if not isinstance(value, dict):
+        raise ArtifactError(f"config.json: quantization of {module}: expected false or an object, found {short(value)}")
+    affine_spec(module, value)
+    return value
 
 
 def config_problems(artifact: Artifact, entries: Mapping[str, ConfigEntry]) -> list[str]:
@@ -43,6 +67,7 @@ def config_problems(artifact: Artifact, entries: Mapping[str, ConfigEntry]) -> l
             continue
         entry = entries[record.module]
         if entry is None:
+            problems += _shape_problems(record, trellis[record.module])
             expected = _trellis_tensors(record.module, trellis[record.module])
         elif entry is False:
             expected = {record.name: (None, tuple(record.shape))}
@@ -57,12 +82,15 @@ Expected = dict[str, tuple[DType | None, tuple[int, ...]]]
 
 
 def _section_problems(artifact: Artifact, entries: Mapping[str, ConfigEntry]) -> list[str]:
-    quantization = artifact.config.get("quantization")
-    if quantization != artifact.config.get("quantization_config"):
+    quantization = _quantization(artifact)
+    if artifact.config.get("quantization") != artifact.config.get("quantization_config"):
         return ["config.json: quantization and quantization_config differ"]
     if not quantization:
-        return []
-    problems = [f"config.json: quantization lacks {key}" for key in _TOP_KEYS if key not in quantization]
+        return _trellis_problems(artifact, entries)
+    problems = _trellis_problems(artifact, entries)
+    problems += [f"config.json: quantization lacks {key}" for key in _TOP_KEYS if key not in quantization]
+    if not problems:
+        affine_spec("every other module", {key: quantization[key] for key in _TOP_KEYS})
     unknown = sorted(set(quantization) - set(entries) - set(_TOP_KEYS))
     problems += [f"config.json: quantization names {path}, which is no module of the manifest" for path in unknown]
     trellis_too = sorted(path for path, entry in entries.items() if entry is None and path in quantization)
@@ -70,7 +98,21 @@ def _section_problems(artifact: Artifact, entries: Mapping[str, ConfigEntry]) ->
     return problems
 
 
+def _trellis_problems(artifact: Artifact, entries: Mapping[str, ConfigEntry]) -> list[str]:
+    unknown = sorted(set(specs_from_config(dict(artifact.config))) - set(entries))
+    return [f"config.json: trellis names {path}, which is no module of the manifest" for path in unknown]
+
+
+def _shape_problems(record: TensorRecord, spec: TrellisSpec) -> list[str]:
+    if list(spec.weight_shape) == record.shape:
+        return []
+    served = list(spec.weight_shape)
+    return [f"config.json: trellis serves {record.module} as {served}, the manifest says {record.shape}"]
+
+
 def _affine_tensors(record: TensorRecord, spec: AffineSpec) -> Expected:
+    if not record.shape:
+        raise ArtifactError(f"{record.module}: the manifest calls it a single number, config.json packs it in groups")
     *lead, width = record.shape
     if width % spec.group_size:
         raise ArtifactError(f"{record.module}: {record.shape} is not divisible by group size {spec.group_size}")

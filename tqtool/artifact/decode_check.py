@@ -1,7 +1,8 @@
 """Decode sampled rows: values must be finite, and what serves them must read the words as docs/formats says.
 
 What serves is ``mx.dequantize`` for affine modules and our compiled kernel for trellis modules; each is held, bit for
-bit, against an independent decoder in Python. One function per packed format; a new format adds its own and one line in ``decode_problems``.
+bit, against an independent decoder in Python. One function per packed format; a new format adds its own and one line in
+``decode_problems``.
 """
 
 from __future__ import annotations

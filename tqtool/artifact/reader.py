@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,11 +11,12 @@ from numpy.typing import NDArray
 
 from tqtool.errors import ArtifactError, SourceError
 from tqtool.formats.affine import AffineSpec
-from tqtool.formats.manifest import MANIFEST_NAME, Manifest, parse
+from tqtool.formats.manifest import MANIFEST_NAME, Manifest, parse, parse_object, short
 from tqtool.formats.safetensors import Header, read_header
 from tqtool.source.checkpoint import TensorRef
 
 SHARD_GLOB = "model*.safetensors"
+_ENTRY_TYPES: dict[str, type] = {"bits": int, "group_size": int, "mode": str}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +73,12 @@ def read_manifest(path: Path) -> Manifest:
     if not path.is_dir():
         raise ArtifactError(f"{path}: no such folder")
     file = path / MANIFEST_NAME
-    if not file.is_file():
+    if not file.exists():
         raise ArtifactError(
             f"{path}: has no {MANIFEST_NAME}, so there is nothing to hold it against",
             hint="verify needs an artifact written by tqtool, copied with its tqtool/ folder",
         )
-    return parse(file.read_bytes(), str(file))
+    return parse(_file_bytes(file), str(file))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -88,21 +88,14 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def read_object(file: Path) -> dict[str, Any]:
     """A JSON object from ``file``."""
-    try:
-        value = json.loads(file.read_bytes())
-    except FileNotFoundError as error:
-        raise ArtifactError(f"{file}: is missing") from error
-    except ValueError as error:
-        raise ArtifactError(f"{file}: is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ArtifactError(f"{file}: holds {type(value).__name__}, expected an object")
-    return value
+    return parse_object(_file_bytes(file), str(file))
 
 
 def read_shards(path: Path) -> dict[str, Header]:
     """The validated header of every file a loader would pick up, by file name."""
     headers = {}
     for file in sorted(path.glob(SHARD_GLOB)):
+        _require_file(file)
         try:
             headers[file.name] = read_header(file)
         except SourceError as error:
@@ -111,15 +104,33 @@ def read_shards(path: Path) -> dict[str, Header]:
 
 
 def affine_spec(module: str, entry: Mapping[str, Any]) -> AffineSpec:
-    """The packing that a ``quantization`` entry of config.json states."""
-    if set(entry) != {"bits", "group_size", "mode"}:
-        raise ArtifactError(
-            f"config.json: quantization of {module}: expected bits, group_size and mode, found {sorted(entry)}"
-        )
+    """The packing that a ``quantization`` entry of config.json states; ArtifactError if MLX has no such packing."""
+    where = f"config.json: quantization of {module}"
+    if set(entry) != set(_ENTRY_TYPES):
+        raise ArtifactError(f"{where}: expected bits, group_size and mode, found {sorted(entry)}")
+    for key, kind in _ENTRY_TYPES.items():
+        if type(entry[key]) is not kind:  # not isinstance: True is an int to Python, 4.0 equals 4
+            raise ArtifactError(f"{where}: {key}: expected {kind.__name__}, found {short(entry[key])}")
     try:
         return AffineSpec(bits=entry["bits"], group_size=entry["group_size"], mode=entry["mode"])
-    except (ValueError, TypeError) as error:
-        raise ArtifactError(f"config.json: quantization of {module}: {error}") from error
+    except ValueError as error:
+        raise ArtifactError(f"{where}: {error}") from error
+
+
+def _file_bytes(file: Path) -> bytes:
+    _require_file(file)
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+
+def _require_file(file: Path) -> None:
+    """Neither missing nor a folder nor a pipe, which would be waited for."""
+    if not file.exists():
+        raise ArtifactError(f"{file}: is missing")
+    if not file.is_file():
+        raise ArtifactError(f"{file}: expected a file, found a {'folder' if file.is_dir() else 'device or pipe'}")
 
 
 def _refs(header: Header) -> dict[str, TensorRef]:

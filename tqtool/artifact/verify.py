@@ -72,33 +72,56 @@ def verify_artifact(path: Path, *, depth: Depth = "forward") -> VerifyReport:
     manifest = read_manifest(path)
     checks = [Check(name="manifest", status="pass", detail=f"format {manifest.format_version}, {manifest.kind}")]
     checks.append(_guarded("files", lambda: _check_files(path, manifest)))
-    artifact: Artifact | None = None
-    try:
-        artifact = open_artifact(path)
-    except ArtifactError as error:
-        checks.append(Check(name="open", status="fail", detail="cannot be opened", problems=(error.message,)))
-    if artifact is None:
+    opened = _opened(path)
+    if isinstance(opened, Check):
         skipped = ("tensors", "config", "decode", "reload")
-        checks += [Check(name=name, status="skip", detail="the artifact does not open") for name in skipped]
+        checks += [opened, *(Check(name=name, status="skip", detail="the artifact does not open") for name in skipped)]
         return VerifyReport(path=str(path), checks=tuple(checks))
-    opened = artifact
     checks.append(_guarded("tensors", lambda: _check_tensors(opened)))
     checks.append(_guarded("config", lambda: _check_config(opened)))
     if checks[-1].status == "pass" and checks[-2].status == "pass":
         checks.append(_guarded("decode", lambda: _check_decode(opened)))
     else:
         checks.append(Check(name="decode", status="skip", detail="config and tensors disagree"))
-    checks.append(_check_reload(opened, depth))
+    if depth == "none":
+        checks.append(Check(name="reload", status="skip", detail="not asked for"))
+    else:
+        checks.append(_guarded("reload", lambda: _check_reload(opened, depth)))
     return VerifyReport(path=str(path), checks=tuple(checks))
 
 
 def _guarded(name: str, check: Callable[[], tuple[str, list[str]]]) -> Check:
-    """Run one check; an error inside is its failure, so that the others still run."""
+    """Run one check; an error inside, whatever it is, is its failure, so that the others still run."""
     try:
         detail, problems = check()
-    except TqError as error:
-        return Check(name=name, status="fail", detail="stopped", problems=(error.message,))
-    return Check(name=name, status="fail" if problems else "pass", detail=detail, problems=tuple(problems))
+    except Exception as error:  # noqa: BLE001 - a report is due whatever happens
+        return Check(name=name, status="fail", detail="stopped", problems=(_problem(error),))
+    return Check(
+        name=name,
+        status="fail" if problems else "pass",
+        detail=_printable(detail),
+        problems=tuple(_printable(problem) for problem in problems),
+    )
+
+
+def _opened(path: Path) -> Artifact | Check:
+    """The artifact, or the failed check that says why it does not open."""
+    try:
+        return open_artifact(path)
+    except Exception as error:  # noqa: BLE001 - a report is due whatever happens
+        return Check(name="open", status="fail", detail="cannot be opened", problems=(_problem(error),))
+
+
+def _problem(error: Exception) -> str:
+    if isinstance(error, TqError):
+        return _printable(error.message)
+    # Something about the artifact that no check foresaw: it is red all the same, and the type is what a report needs.
+    return _printable(f"cannot be checked: {type(error).__name__}: {error}")
+
+
+def _printable(text: str) -> str:
+    """``text`` in one line that every terminal takes: names in a damaged file may hold lone surrogates."""
+    return " ".join(text.encode("utf-8", "backslashreplace").decode().split("\n"))
 
 
 def _check_files(path: Path, manifest: Manifest) -> tuple[str, list[str]]:
@@ -159,29 +182,26 @@ def _check_decode(artifact: Artifact) -> tuple[str, list[str]]:
     return f"rows of {n_modules} modules decoded", problems
 
 
-def _check_reload(artifact: Artifact, depth: Depth) -> Check:
-    if depth == "none":
-        return Check(name="reload", status="skip", detail="not asked for")
-    try:
-        needs_code = artifact.config.get("model_file") is not None
-        if needs_code and not _is_our_model_file(artifact):
-            problem = "model_file is not the module this version of tqtool ships: it was not executed"
-            return Check(name="reload", status="fail", detail="stock mlx-lm", problems=(problem,))
-        report = reload_stock(artifact.path, depth=depth, trust_remote_code=needs_code)
-        problems = compare_modules(report, config_entries(artifact))
-    except TqError as error:
-        return Check(name="reload", status="fail", detail="stock mlx-lm", problems=(error.message,))
+def _check_reload(artifact: Artifact, depth: Depth) -> tuple[str, list[str]]:
+    entries = config_entries(artifact)
+    needs_code = artifact.config.get("model_file") is not None
+    if needs_code and not _is_our_model_file(artifact):
+        return "stock mlx-lm", ["model_file is not the module this version of tqtool ships: it was not executed"]
+    report = reload_stock(artifact.path, depth=depth, trust_remote_code=needs_code)
     detail = f"mlx-lm {report.mlx_lm_version}, {len(report.modules)} modules as configured"
     if report.n_logits:
         detail += f", one forward with {report.n_logits:,} finite logits"
     if needs_code:
         detail += " (with its model_file: --trust-remote-code)"
-    return Check(name="reload", status="fail" if problems else "pass", detail=detail, problems=problems)
+    return detail, list(compare_modules(report, entries))
 
 
 def _is_our_model_file(artifact: Artifact) -> bool:
     """Verifying must never run what it verifies: only the module that tqtool itself ships is trusted, byte for byte."""
-    path = artifact.path / str(artifact.config["model_file"])
+    name = artifact.config["model_file"]
+    if not isinstance(name, str) or Path(name).name != name:
+        return False
+    path = artifact.path / name
     ours = resources.files("tqtool").joinpath("runtime", "stock_model.py").read_bytes()
     return path.is_file() and path.read_bytes() == ours
 

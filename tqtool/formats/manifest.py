@@ -142,28 +142,54 @@ def parse(data: bytes, where: str = MANIFEST_NAME) -> Manifest:
     """Read a manifest.
 
     Raises:
-        ArtifactError: not JSON, another format version, an unknown or missing field, a wrong digest, or bytes that
-            are not the canonical form.
+        ArtifactError: not JSON (NaN and lone surrogates are not), another format version, an unknown or missing field,
+            a wrong digest, or bytes that are not the canonical form.
     """
-    try:
-        body = json.loads(data)
-    except ValueError as error:
-        raise ArtifactError(f"{where}: is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise ArtifactError(f"{where}: holds {type(body).__name__}, expected an object")
-    if body.get("format_version") != FORMAT_VERSION:
+    body = parse_object(data, where, allow_nan=False)
+    version = body.get("format_version")
+    if type(version) is not int or version != FORMAT_VERSION:  # True == 1 == 1.0
         raise ArtifactError(
-            f"{where}: format_version {body.get('format_version')!r}, this tqtool reads {FORMAT_VERSION}",
+            f"{where}: format_version {short(version)}, this tqtool reads {FORMAT_VERSION}",
             hint="use the tqtool version that wrote the artifact, or a newer one",
         )
     body.pop("digest", None)
     try:
         manifest = Manifest.model_validate(body)
+        canonical = encode(manifest)
     except ValidationError as error:
         raise ArtifactError(f"{where}: {_first_problem(error)}") from error
-    if encode(manifest) != data:
+    except (ValueError, RecursionError) as error:  # a lone surrogate, deep nesting: nothing that encode can write
+        raise ArtifactError(f"{where}: holds a value that a manifest cannot hold: {error}") from error
+    if canonical != data:
         raise ArtifactError(f"{where}: its digest does not match its content: it was edited or damaged")
     return manifest
+
+
+def parse_object(data: bytes, where: str, *, allow_nan: bool = True) -> dict[str, Any]:
+    """The JSON object in ``data``; ArtifactError if it is anything else, or nested too deep to be read.
+
+    NaN and Infinity are no JSON, but transformers writes them into config.json and mlx-lm reads them.
+    """
+    try:
+        value = json.loads(data, parse_constant=float if allow_nan else _no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{where}: is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{where}: holds {type(value).__name__}, expected an object")
+    return value
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"it holds {name}")
+
+
+def short(value: Any) -> str:
+    """``value`` as text that fits in a message, whatever a damaged file holds."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # integers beyond Python's digit limit
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _digest(body: dict[str, Any]) -> str:

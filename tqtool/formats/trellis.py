@@ -19,7 +19,7 @@ Value served: ``f32(code(state)) · f32(scales[r])``.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,9 +115,15 @@ class TrellisSpec:
             raise ArtifactError(
                 f"config.json: trellis entry of {module}: expected the keys {sorted(names)}, found {found}"
             )
+        for name, found in value.items():
+            kind = str if name == "code" else int
+            if type(found) is not kind:  # not isinstance: True is an int to Python, 12.0 equals 12
+                raise ArtifactError(
+                    f"config.json: trellis entry of {module}: {name}: expected {kind.__name__}, found {found!r:.80}"
+                )
         try:
             return cls(**value)
-        except (UserError, TypeError) as error:
+        except UserError as error:
             raise ArtifactError(f"config.json: trellis entry of {module}: {error}") from error
 
 
@@ -184,15 +190,19 @@ def check_tensors(module: str, spec: TrellisSpec, words: NDArray[Any], scales: N
 
 
 def specs_from_config(config: dict[str, Any]) -> dict[str, TrellisSpec]:
-    """All trellis modules that a config.json names; empty if it names none."""
+    """All trellis modules that a config.json names; empty if it has no ``trellis``, ArtifactError if malformed."""
     section = config.get("trellis")
     if section is None:
         return {}
-    version = section.get("format_version") if isinstance(section, dict) else None
-    if version != FORMAT_VERSION:
+    if not isinstance(section, dict):
+        raise ArtifactError(f"config.json: trellis: expected an object, found {type(section).__name__}")
+    version = section.get("format_version")
+    if type(version) is not int or version != FORMAT_VERSION:  # True == 1 == 1.0
         raise ArtifactError(
-            f"config.json: trellis format_version: expected {FORMAT_VERSION}, found {version!r}",
+            f"config.json: trellis format_version: expected {FORMAT_VERSION}, found {version!r:.80}",
             hint="this artifact needs another tqtool version",
         )
-    modules = cast("dict[str, dict[str, Any]]", section.get("modules", {}))
+    modules = section.get("modules")
+    if not isinstance(modules, dict):
+        raise ArtifactError(f"config.json: trellis modules: expected an object, found {type(modules).__name__}")
     return {module: TrellisSpec.from_config(module, entry) for module, entry in modules.items()}
