@@ -13,10 +13,12 @@ from mlx_lm.utils import load_model
 
 from tests.support.packed_artifact import write_packed
 from tests.support.tiny_models import Tiny, write_tiny, write_weights
-from tqtool.errors import ArtifactError, UserError
+from tqtool.errors import ArtifactError, SourceError, UserError
+from tqtool.formats.manifest import MANIFEST_NAME
 from tqtool.runtime.affine import PromptLinear
 from tqtool.runtime.linear import NativeTrellisLinear
 from tqtool.runtime.load import load
+from tqtool.source.checkpoint import open_checkpoint
 
 TINY = Tiny(hidden=96, intermediate=160, heads=3, kv_heads=1, head_dim=32, tied=True)
 TOKENS = mx.array([[5, 9, 31, 7, 7, 200, 3, 11]])
@@ -171,7 +173,7 @@ def test_unknown_choices(tmp_path, argument):
 def test_custom_code_is_refused(tmp_path):
     folder = write_tiny(tmp_path / "m", TINY)
     edit_config(folder, model_file="own.py")
-    with pytest.raises(UserError, match=r"brings its own code \(own.py\)"):
+    with pytest.raises(UserError, match=r"model_file 'own.py': the model brings its own code"):
         load(folder)
 
 
@@ -182,12 +184,64 @@ def test_unknown_architecture(tmp_path):
         load(folder)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"hidden_size": 4}'])
-def test_damaged_config(tmp_path, text):
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"hidden_size": 4}', DEEP])
+def test_damaged_config(tmp_path, packed, text):
     folder = write_tiny(tmp_path / "m", TINY)
     (folder / "config.json").write_text(text)
-    with pytest.raises(ArtifactError, match=r"config\.json"):
+    with pytest.raises(SourceError, match=r"config\.json"):
         load(folder)
+    artifact = copy(packed, tmp_path)
+    (artifact / MANIFEST_NAME).parent.mkdir(exist_ok=True)
+    (artifact / MANIFEST_NAME).touch()
+    (artifact / "config.json").write_text(text)
+    with pytest.raises(ArtifactError, match=r"config\.json"):
+        load(artifact)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "128"}, r"mlx-lm cannot build the model of this config and these weights \(TypeError"),
+        ({"num_hidden_layers": 2.5}, r"mlx-lm cannot build"),
+        ({"tie_word_embeddings": "yes", "hidden_size": None}, r"mlx-lm cannot build"),
+        ({"eos_token_id": {"a": 1}}, r"tokenizer cannot be loaded|cannot build"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"mlx-lm cannot build"),
+        ({"model_type": "qwen3", "attention_bias": True}, "qwen3 has no attention biases"),
+    ],
+)
+def test_odd_configs_are_errors_of_the_source(tmp_path, changes, message):
+    """Whatever mlx-lm or transformers raise for them, down to UnboundLocalError."""
+    folder = write_tiny(tmp_path / "m", TINY)
+    edit_config(folder, **changes)
+    with pytest.raises(SourceError, match=message):
+        load(folder)
+
+
+def test_float64_names_the_way_out(tmp_path):
+    folder = write_tiny(tmp_path / "m", TINY)
+    write_weights(folder, {name: tensor.astype(np.float64) for name, tensor in TINY.tensors().items()})
+    with pytest.raises(SourceError, match="F64, which MLX does not read") as caught:
+        load(folder)
+    assert "--dtype f32" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "mlx-lm's llama always uses silu"),
+        ({"model_type": "mistral", "sliding_window": 8}, "mlx-lm's mistral attends to all"),
+        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True}, "mlx-lm's qwen2 attends to all"),
+    ],
+)
+def test_settings_that_mlx_lm_ignores_are_said(tmp_path, changes, message):
+    folder = write_tiny(tmp_path / "m", TINY)
+    edit_config(folder, **changes)
+    assert message in " ".join(open_checkpoint(str(folder)).warnings)
+    edit_config(folder, **{key: None for key in changes if key != "model_type"})
+    assert open_checkpoint(str(folder)).warnings == ()
 
 
 def test_damaged_weights(tmp_path):
@@ -208,7 +262,7 @@ def test_missing_tensor_and_missing_tokenizer(tmp_path):
     tensors = TINY.tensors()
     del tensors["model.layers.1.mlp.up_proj.weight"]
     write_weights(folder, tensors)
-    with pytest.raises(ArtifactError, match="the weights do not fit the model: Missing 1 parameters"):
+    with pytest.raises(SourceError, match=r"these weights \(ValueError: Missing 1 parameters"):
         load(folder)
 
 

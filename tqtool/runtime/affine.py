@@ -5,6 +5,8 @@ MLX's quantized matmul on a CPU is fine for one row and takes 27 times as long a
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -13,11 +15,15 @@ from mlx.utils import tree_unflatten
 
 from tqtool.runtime.linear import MATVEC_ROWS
 
+CHUNK = 1 << 22
+"""Weights dequantized together: 16 MiB in float32."""
+
 
 class PromptLinear(nn.QuantizedLinear):  # type: ignore[misc]
     """``nn.QuantizedLinear`` that, for more than ``MATVEC_ROWS`` rows, multiplies by the dequantized weight.
 
-    That product is evaluated at once, so that one dequantized weight is alive at a time.
+    It does so a chunk of outputs at a time and evaluates each: MLX dequantizes on a CPU through temporaries of seven
+    times the size, which a head of 150 000 rows would pay in gigabytes.
     """
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -25,8 +31,13 @@ class PromptLinear(nn.QuantizedLinear):  # type: ignore[misc]
         if x.size // x.shape[-1] <= MATVEC_ROWS:
             y: mx.array = super().__call__(x)
             return y
-        y = (x.astype(mx.float32) @ dequantize(self, mx.float32).T).astype(x.dtype)
-        mx.eval(y)
+        wide = x.astype(mx.float32)
+        parts = []
+        for rows in _row_chunks(self):
+            part = (wide @ _dequantize_rows(self, rows, mx.float32).T).astype(x.dtype)
+            mx.eval(part)
+            parts.append(part)
+        y = mx.concatenate(parts, axis=-1)
         return y + self.bias if "bias" in self else y
 
     @classmethod
@@ -44,7 +55,24 @@ def swap_prompt_layers(model: nn.Module) -> None:
 
 
 def dequantize(layer: Any, dtype: mx.Dtype) -> mx.array:
-    """The weight of a quantized layer, computed in float32 and rounded to ``dtype``.
+    """The weight of a quantized layer, computed in float32 and rounded to ``dtype``, a chunk of rows at a time."""
+    parts = []
+    for rows in _row_chunks(layer):
+        part = _dequantize_rows(layer, rows, dtype)
+        mx.eval(part)
+        parts.append(part)
+    return mx.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def _row_chunks(layer: Any) -> Iterator[slice]:
+    """Slices of the first axis with about ``CHUNK`` weights each."""
+    rows, *rest = layer.scales.shape
+    step = max(1, CHUNK // (math.prod(rest) * layer.group_size))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _dequantize_rows(layer: Any, rows: slice, dtype: mx.Dtype) -> mx.array:
+    """Rows of the weight.
 
     Scales and biases go to float32 *before* dequantization, otherwise every weight is rounded to bf16 on the way.
     """
@@ -53,10 +81,11 @@ def dequantize(layer: Any, dtype: mx.Dtype) -> mx.array:
         options["global_scale"] = layer.global_scale
     # The scales of the mx and nv modes are 8-bit codes; only those of the affine mode are numbers to widen.
     is_affine = layer.mode == "affine"
+    scales = layer.scales[rows]
     weight = mx.dequantize(
-        layer.weight,
-        layer.scales.astype(mx.float32) if is_affine else layer.scales,
-        layer.biases.astype(mx.float32) if is_affine else None,
+        layer.weight[rows],
+        scales.astype(mx.float32) if is_affine else scales,
+        layer.biases[rows].astype(mx.float32) if is_affine else None,
         group_size=layer.group_size,
         bits=layer.bits,
         mode=layer.mode,

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from tqtool.errors import ArtifactError, SourceError, UserError
+from tqtool.errors import ArtifactError, SourceError, TqError, UserError
 from tqtool.formats.dtypes import DType
+from tqtool.formats.manifest import MANIFEST_NAME
 from tqtool.formats.safetensors import TensorInfo, read_header
 from tqtool.formats.trellis import TrellisSpec, specs_from_config
 from tqtool.runtime.blas import BlasReport, ensure_blas
-from tqtool.source.config import rope_updates
+from tqtool.source.config import read_config, rope_updates
 from tqtool.source.hub import is_hub_id, resolve_snapshot
+from tqtool.source.mlx_lm import behaviour_warnings, refuse_unservable
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -85,8 +88,8 @@ def load(
             BLAS) and the stored types on a GPU.
 
     Raises:
-        UserError: no model there, unknown architecture, a custom-code model.
-        ArtifactError: damaged files; tensors that disagree with the config; unknown trellis format version.
+        UserError: no model there, unknown architecture, a custom-code model, config and weights that do not fit.
+        ArtifactError: damaged weight files, a damaged artifact, unknown trellis format version.
     """
     _check_choice("compute", compute, get_args(Compute))
     if dtype is not None:
@@ -159,10 +162,9 @@ def load_tokenizer(folder: Path) -> TokenizerWrapper:
 
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(f"{folder}: no tokenizer files", hint="copy tokenizer.json and its config there")
-    try:
+    is_artifact = (folder / MANIFEST_NAME).exists()
+    with _reading(folder, "its tokenizer cannot be loaded", is_artifact=is_artifact):
         return stock_load_tokenizer(folder, eos_token_ids=load_config(folder).get("eos_token_id"))
-    except (OSError, ValueError, KeyError) as error:
-        raise ArtifactError(f"{folder}: the tokenizer cannot be loaded ({error})") from error
 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -170,20 +172,37 @@ def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
         raise UserError(f"{name}={value!r}: expected one of {', '.join(known)}")
 
 
+@contextmanager
+def _reading(folder: Path, what: str, *, is_artifact: bool) -> Iterator[None]:
+    """Whatever is raised about a folder's content becomes one line of ours.
+
+    An artifact of tqtool that does not load is damaged (ArtifactError); any other folder may just be of a kind that
+    cannot be used (SourceError).
+    """
+    kind, look = (ArtifactError, "verify") if is_artifact else (SourceError, "inspect")
+    try:
+        yield
+    except SourceError as error:
+        raise kind(error.message, hint=error.hint) from error
+    except (TqError, MemoryError):
+        raise
+    except Exception as error:
+        lines = [line.strip() for line in str(error).strip().splitlines()[:2]]
+        reason = " ".join((f"{type(error).__name__}:", *lines))
+        raise kind(f"{folder}: {what} ({reason})", hint=f"`tqtool {look}` says what is known of it") from error
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     from mlx_lm.utils import load_config
 
-    try:
-        config = load_config(folder)
-    except (OSError, ValueError, TypeError) as error:
-        raise ArtifactError(f"{folder / 'config.json'}: cannot be read ({error})") from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ArtifactError(f"{folder / 'config.json'}: expected a model configuration with a model_type")
-    if config.get("model_file") is not None and "trellis" not in config:
-        raise UserError(
-            f"{folder}: the model brings its own code ({config['model_file']}), which tqtool does not run",
-            hint="use mlx_lm with --trust-remote-code if you trust it",
-        )
+    is_artifact = (folder / MANIFEST_NAME).exists()
+    with _reading(folder, "its config files cannot be read", is_artifact=is_artifact):
+        read_config(folder)  # its own words for what is missing or malformed
+        config = dict(load_config(folder))
+    if "trellis" not in config:
+        refuse_unservable(folder, config)
+    for warning in behaviour_warnings(config):
+        log.warning("%s: %s", folder, warning)
     # transformers 5 keeps the rotary settings where mlx-lm does not look; the source reader repeats them, so must we.
     return {**config, **rope_updates(config)}
 
@@ -199,6 +218,12 @@ def _read_headers(folder: Path) -> dict[str, TensorInfo]:
             tensors.update(read_header(file).tensors)
         except SourceError as error:
             raise ArtifactError(error.message, hint=error.hint) from error
+    wide = next((name for name, tensor in tensors.items() if tensor.dtype is DType.F64), None)
+    if wide is not None:
+        raise SourceError(
+            f"{folder}: tensor {wide!r} is F64, which MLX does not read",
+            hint=f"tqtool convert {folder} OUT --dtype f32 writes the same model in float32; use OUT",
+        )
     return tensors
 
 
@@ -220,15 +245,10 @@ def _build(folder: Path, config: dict[str, Any]) -> nn.Module:
     from mlx_lm.utils import load_model
 
     choose = {} if "trellis" not in config else {"get_model_classes": _trellis_classes()}
-    try:
+    is_artifact = "trellis" in config or (folder / MANIFEST_NAME).exists()
+    with _reading(folder, "mlx-lm cannot build the model of this config and these weights", is_artifact=is_artifact):
         # Our own classes serve trellis artifacts: the module file inside the artifact is never executed.
         model, _ = load_model(folder, lazy=True, strict=True, model_config={**config, "model_file": None}, **choose)
-    except ValueError as error:
-        first_line = str(error).strip().splitlines()[0]
-        if "not supported" in first_line:
-            hint = "`tqtool inspect` lists what is known; mlx-lm must have the architecture"
-            raise UserError(f"{folder}: {first_line}", hint=hint) from error
-        raise ArtifactError(f"{folder}: the weights do not fit the model: {first_line}") from error
     return model
 
 

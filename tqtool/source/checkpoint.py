@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from tqtool.errors import SourceError
 from tqtool.formats.dtypes import DType
 from tqtool.formats.safetensors import Header, read_header
-from tqtool.source.checks import architecture_warnings, refuse_quantized, tokenizer_warnings
+from tqtool.source.checks import refuse_quantized, tokenizer_warnings
 from tqtool.source.config import read_config, rope_updates
 from tqtool.source.hub import is_hub_id, resolve_snapshot
 from tqtool.source.layout import INDEX_NAME, WEIGHTS_GLOB, WeightFiles, find_weights
+from tqtool.source.mlx_lm import architecture_warnings, behaviour_warnings
 
 # One pread never returns more than 0x7ffff000 bytes on Linux; smaller pieces cost nothing.
 _READ_BYTES: Final = 1 << 26
@@ -187,6 +188,7 @@ def open_checkpoint(path_or_id: str, *, revision: str | None = None, allow_quant
         files=files,
         warnings=(
             *architecture_warnings(config),
+            *behaviour_warnings(config),
             *tokenizer_warnings(folder, files),
             *((ROPE_WARNING,) if updates else ()),
         ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from tqtool.errors import NumericalError, SourceError
 from tqtool.formats.dtypes import DType, dtype_of
-from tqtool.source.config import declared_quantization, text_config
+from tqtool.source.config import declared_quantization
 
 if TYPE_CHECKING:
     from tqtool.source.checkpoint import Checkpoint
@@ -44,18 +43,6 @@ _EXPONENT: Final[dict[DType, tuple[type[np.unsignedinteger[Any]], int]]] = {
     DType.F16: (np.uint16, 0x7C00),
     DType.F32: (np.uint32, 0x7F800000),
     DType.F64: (np.uint64, 0x7FF0000000000000),
-}
-# mlx-lm loads these types with another type's module; its own table cannot be read without importing mlx.
-_MLX_LM_ALIASES: Final = {
-    "mistral": "llama",
-    "llava": "mistral3",
-    "phi-msft": "phixtral",
-    "falcon_mamba": "mamba",
-    "kimi_k2": "deepseek_v3",
-    "qwen2_5_vl": "qwen2_vl",
-    "minimax_m2": "minimax",
-    "iquestcoder": "llama",
-    "xverse": "llama",
 }
 
 PARSED_BYTES: Final = 4 << 20
@@ -87,23 +74,13 @@ def quantization_evidence(folder: Path, config: Mapping[str, Any], dtypes: Mappi
     return None
 
 
-def architecture_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """One warning if the installed mlx-lm has no model of this type; nothing is imported to find out."""
-    names = {str(config["model_type"]), str(text_config(config).get("model_type", ""))}
-    known = _mlx_lm_models()
-    if known is None or any(_MLX_LM_ALIASES.get(name, name) in known for name in names):
-        return ()
-    return (f"model_type {config['model_type']!r} is not an architecture the installed mlx-lm knows",)
-
-
-def _mlx_lm_models() -> frozenset[str] | None:
-    spec = importlib.util.find_spec("mlx_lm")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    root = Path(next(iter(spec.submodule_search_locations))) / "models"
-    return frozenset(path.stem for path in root.glob("*.py")) | frozenset(
-        path.parent.name for path in root.glob("*/__init__.py")
-    )
+def refuse_custom_code(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise SourceError for a model whose layers are code in its own folder: nothing is known about its tensors."""
+    if config.get("model_file") is not None:
+        raise SourceError(
+            f"{folder}: config.json has model_file {config['model_file']!r}: the model brings its own code",
+            hint="tqtool runs no code from model folders; remove model_file if mlx-lm has the architecture itself",
+        )
 
 
 def tokenizer_warnings(folder: Path, files: Iterable[Path]) -> tuple[str, ...]:
@@ -137,12 +114,6 @@ def require_json(files: Iterable[Path]) -> None:
             raise SourceError(
                 f"{path}: expected JSON, found something else ({error})", hint="download the file again, or remove it"
             ) from error
-
-
-def require_tokenizer(checkpoint: Checkpoint) -> None:
-    """Raise SourceError if ``checkpoint`` has no tokenizer files."""
-    for warning in tokenizer_warnings(checkpoint.path, checkpoint.files):
-        raise SourceError(warning, hint="copy the model's tokenizer files into the folder")
 
 
 def require_finite(name: str, array: NDArray[Any]) -> None:
