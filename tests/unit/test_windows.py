@@ -69,6 +69,16 @@ def test_too_short_missing_or_binary(tmp_path):
     with pytest.raises(UserError, match="6 windows of 10 need 60 tokens, the text has 50") as caught:
         read_windows(tokenizer(tmp_path / "k"), tmp_path / "t", windows=6, context=10)
     assert caught.value.hint == "at most --windows 5 with this text and context"
+    with pytest.raises(UserError, match="1 windows of 60 need 60 tokens, the text has 50") as caught:
+        read_windows(tokenizer(tmp_path / "k1"), tmp_path / "t", windows=1, context=60)
+    assert caught.value.hint == "not one window fits: a longer text, or at most --context 50"
+    with pytest.raises(UserError, match="1 windows of 60 need 59 tokens, the text has 50") as caught:
+        read_windows(tokenizer(tmp_path / "k2", bos=True), tmp_path / "t", windows=1, context=60)
+    assert caught.value.hint == "not one window fits: a longer text, or at most --context 51"
+    (tmp_path / "e").write_text("w5")
+    with pytest.raises(UserError) as caught:
+        read_windows(tokenizer(tmp_path / "k3"), tmp_path / "e", windows=1, context=2)
+    assert caught.value.hint == "not one window fits: a longer text"
     (tmp_path / "b").write_bytes(b"\xff\xfe")
     for name in ("b", "absent"):
         with pytest.raises(UserError, match="expected a UTF-8 text file"):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tqtool.errors import NumericalError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
@@ -35,6 +37,17 @@ def estimate(values: NDArray[np.float64]) -> Estimate:
         se_tokens=_standard_error(values.reshape(-1)),
         se_windows=_standard_error(values.mean(axis=1)),
     )
+
+
+def perplexity(nll: float) -> float:
+    """exp(nll); NumericalError where that is no float64."""
+    try:
+        value = math.exp(nll)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise NumericalError(f"mean NLL {nll:.6g} nats per token: its perplexity is not finite")
+    return value
 
 
 def _standard_error(values: NDArray[np.float64]) -> float | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tqtool.errors import NumericalError
+from tqtool.errors import NumericalError, UserError
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -35,11 +35,17 @@ def window_logits(model: nn.Module, windows: Iterable[NDArray[np.uint32]]) -> It
     The next window is already computing while the caller works on the one that was yielded.
 
     Raises:
+        UserError: a token that the model does not have: its tokenizer is of another model.
         NumericalError: a logit is not finite.
     """
     import mlx.core as mx
 
+    width = vocabulary_size(model)
+
     def start(tokens: NDArray[np.uint32]) -> Any:
+        if tokens.max() >= width:  # MLX would read outside the embedding
+            message = f"token {tokens.max()}, the model has {width}"
+            raise UserError(message, hint="the tokenizer is of another model; copy the right one there")
         logits = model(mx.array(tokens[None, :-1]))[0].astype(mx.float32)
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
         return logits
@@ -54,6 +60,13 @@ def window_logits(model: nn.Module, windows: Iterable[NDArray[np.uint32]]) -> It
         pending = following
     if pending is not None:
         yield _to_numpy(pending, index)
+
+
+def vocabulary_size(model: nn.Module) -> int:
+    """Width of the logits; MLX is lazy, so nothing is computed to know it."""
+    import mlx.core as mx
+
+    return int(model(mx.array([[0]])).shape[-1])
 
 
 def _to_numpy(logits: Any, index: int) -> NDArray[np.float32]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tqtool.evals.estimate import Estimate, estimate
+from tqtool.evals.context import context_warnings
+from tqtool.evals.estimate import Estimate, estimate, perplexity
 from tqtool.evals.logits import gather, log_sum_exp, window_logits
 from tqtool.evals.text import read_windows
 from tqtool.runtime.load import LoadedModel
@@ -35,6 +35,7 @@ class PplReport:
     dtype: str | None
     elapsed_s: float
     tokens_per_s: float
+    warnings: tuple[str, ...]
 
 
 def score_ppl(model: LoadedModel, text: Path, *, windows: int, context: int, tick: Tick) -> PplReport:
@@ -47,6 +48,7 @@ def score_ppl(model: LoadedModel, text: Path, *, windows: int, context: int, tic
         NumericalError: logits that are not finite.
     """
     source = read_windows(model.tokenizer, text, windows=windows, context=context)
+    warnings = context_warnings(model.config, context)
     started = time.monotonic()
     losses = []
     for tokens, logits in zip(source.tokens, window_logits(model.model, source.tokens), strict=True):
@@ -54,7 +56,7 @@ def score_ppl(model: LoadedModel, text: Path, *, windows: int, context: int, tic
         tick(1)
     elapsed_s = time.monotonic() - started
     nll = estimate(np.stack(losses))
-    ppl = math.exp(nll.mean)
+    ppl = perplexity(nll.mean)
     return PplReport(
         model=str(model.report.path),
         text=text.name,
@@ -69,4 +71,5 @@ def score_ppl(model: LoadedModel, text: Path, *, windows: int, context: int, tic
         dtype=model.report.dtype,
         elapsed_s=elapsed_s,
         tokens_per_s=windows * (context - 1) / elapsed_s,
+        warnings=warnings,
     )

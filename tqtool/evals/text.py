@@ -46,25 +46,32 @@ def read_windows(tokenizer: Any, path: Path, *, windows: int, context: int) -> T
     Raises:
         UserError: impossible sizes; the file is missing, not UTF-8 or too short.
     """
-    if windows < 1 or context < 2:
-        raise UserError(f"--windows {windows} --context {context}: expected at least 1 window of 2 tokens")
-    try:
-        data = path.read_bytes()
-        text = data.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: expected a UTF-8 text file ({error})") from error
+    data, text = check_source(path, windows=windows, context=context)
     bos = opening_token(tokenizer)
     fresh = context - (bos is not None)
     ids = _encode_start(tokenizer, text, windows * fresh)
     if len(ids) < windows * fresh:
+        fit, longest = len(ids) // fresh, len(ids) + context - fresh
+        shorter = f"a longer text, or at most --context {longest}" if longest > 1 else "a longer text"
         raise UserError(
             f"{path}: {windows} windows of {context} need {windows * fresh} tokens, the text has {len(ids)}",
-            hint=f"at most --windows {len(ids) // fresh} with this text and context",
+            hint=f"at most --windows {fit} with this text and context" if fit else f"not one window fits: {shorter}",
         )
     tokens = np.array(ids[: windows * fresh], np.uint32).reshape(windows, fresh)
     if bos is not None:
         tokens = np.insert(tokens, 0, np.uint32(bos), axis=1)
     return TokenWindows(tokens=tokens, bos=bos, text_sha256=hashlib.sha256(data).hexdigest())
+
+
+def check_source(path: Path, *, windows: int, context: int) -> tuple[bytes, str]:
+    """Bytes and text of the file at ``path``; UserError for what needs no tokenizer to be refused."""
+    if windows < 1 or context < 2:
+        raise UserError(f"--windows {windows} --context {context}: expected at least 1 window of 2 tokens")
+    try:
+        data = path.read_bytes()
+        return data, data.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: expected a UTF-8 text file ({error})") from error
 
 
 def opening_token(tokenizer: Any) -> int | None:
