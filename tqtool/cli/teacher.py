@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from tqtool.cli.render import emit_json, emit_line, progress
+from tqtool.cli.render import emit_json, emit_line, note, progress
 
 
 def register(app: typer.Typer) -> None:
@@ -34,6 +34,8 @@ def register(app: typer.Typer) -> None:
         loaded = load(model, compute=scoring_compute())
         with progress("teacher", windows) as advance:
             report = dump_teacher(loaded, out, request, lambda done: advance(done, "windows"))
+        for name in report.removed:
+            note(f"removed {name}, left by a run that was killed")
         if as_json:
             emit_json(asdict(report))
             return

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import os
 from collections.abc import Callable
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tqtool.errors import ArtifactError, UserError
+from tqtool.errors import UserError
+from tqtool.evals.context import context_warnings
+from tqtool.evals.estimate import perplexity
 from tqtool.evals.logits import gather, top_ids, vocabulary_sums, window_logits
-from tqtool.evals.text import read_windows, tokenizer_hash
+from tqtool.evals.output import check_writable, whole_file
+from tqtool.evals.text import check_source, read_windows, tokenizer_hash
 from tqtool.formats.safetensors import build_header
-from tqtool.formats.teacher import TeacherInfo, TeacherWindow
+from tqtool.formats.teacher import TENSORS, TeacherInfo, TeacherWindow
 from tqtool.runtime.load import LoadedModel
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class TeacherRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherReport:
-    """What was written, and how well the teacher itself predicts the text."""
+    """What was written, how well the teacher itself predicts the text, and the leftovers of killed runs removed."""
 
     path: str
     info: TeacherInfo
@@ -51,6 +52,8 @@ class TeacherReport:
     nll: float
     ppl: float
     mass_outside_top: float
+    warnings: tuple[str, ...]
+    removed: tuple[str, ...]
 
 
 def dump_teacher(source: LoadedModel, out: Path, request: TeacherRequest, tick: Tick) -> TeacherReport:
@@ -59,19 +62,20 @@ def dump_teacher(source: LoadedModel, out: Path, request: TeacherRequest, tick: 
     Peak memory beside the model: the logits of two windows and one window of the dump.
 
     Raises:
-        UserError: bad sizes or text; ``out`` exists and ``request.replace`` is False.
+        UserError: bad sizes or text; ``out`` is a folder, or exists and ``request.replace`` is False.
         NumericalError: logits that are not finite.
         ArtifactError: writing failed.
     """
     check_target(out, request)
     text = read_windows(source.tokenizer, request.text, windows=request.windows, context=request.context)
+    warnings = context_warnings(source.config, request.context)
     stream = window_logits(source.model, text.tokens)
     first = next(stream)
     info = TeacherInfo(
-        model=str(source.report.path),
+        model=_unicode(source.report.path),
         model_hash=model_hash(source.report.path),
         dtype=source.report.dtype or "stored",
-        text=request.text.name,
+        text=_unicode(Path(request.text.name)),
         text_sha256=text.text_sha256,
         tokenizer_hash=tokenizer_hash(source.tokenizer),
         bos=text.bos,
@@ -80,9 +84,10 @@ def dump_teacher(source: LoadedModel, out: Path, request: TeacherRequest, tick: 
         context=request.context,
         top=min(request.top, first.shape[1]),
         versions={name: importlib.metadata.version(name) for name in ("tqtool", "mlx", "mlx-lm", "numpy")},
+        sha256=dict.fromkeys(TENSORS, "0" * 64),
     )
     nll, outside = [], []
-    with _atomic(out) as file:
+    with whole_file(out) as (file, removed):
         writer = _DumpFile(file, info)
         for index, logits in enumerate(_chain(first, stream)):
             window = summarize(logits, text.tokens[index], info.top)
@@ -90,23 +95,30 @@ def dump_teacher(source: LoadedModel, out: Path, request: TeacherRequest, tick: 
             nll.append(float(np.mean(window.log_sum_exp - window.target_logits)))
             outside.append(float(np.mean(np.exp(window.tail_log_sum_exp - window.log_sum_exp))))
             tick(1)
+        info = writer.finish()
     mean_nll = float(np.mean(nll))
     return TeacherReport(
         path=str(out),
         info=info,
         size_bytes=out.stat().st_size,
         nll=mean_nll,
-        ppl=float(np.exp(mean_nll)),
+        ppl=perplexity(mean_nll),
         mass_outside_top=float(np.mean(outside)),
+        warnings=warnings,
+        removed=removed,
     )
 
 
 def check_target(out: Path, request: TeacherRequest) -> None:
-    """Raise UserError for what can be refused before a model is loaded."""
+    """Refuse what needs no model to be refused: UserError, ArtifactError where ``out`` cannot be written."""
+    if out.is_dir():
+        raise UserError(f"{out}: is a folder", hint="name a file")
     if out.exists() and not request.replace:
         raise UserError(f"{out}: exists already", hint="give another name, or --force to replace it")
     if request.top < 1:
         raise UserError(f"--top {request.top}: expected at least 1")
+    check_source(request.text, windows=request.windows, context=request.context)
+    check_writable(out)
 
 
 def summarize(logits: NDArray[np.float32], tokens: NDArray[np.uint32], top: int) -> TeacherWindow:
@@ -134,10 +146,11 @@ def model_hash(folder: Path) -> str:
 
 
 class _DumpFile:
-    """Writes windows at their places in a dump."""
+    """Writes windows, in order, at their places in a dump; its hashes are zeros, which no reader takes, to the end."""
 
     def __init__(self, file: IO[bytes], info: TeacherInfo) -> None:
         self._file, self._info = file, info
+        self._digests = {name: hashlib.sha256() for name in TENSORS}
         header, self._spans = build_header(info.tensors(), info.metadata())
         file.write(header)
         file.truncate(max(end for _, end in self._spans.values()))
@@ -148,25 +161,22 @@ class _DumpFile:
             data = np.ascontiguousarray(getattr(window, name), dtype.numpy)
             self._file.seek(begin + index * ((end - begin) // self._info.windows))
             self._file.write(data.data)
+            self._digests[name].update(data.data)
+
+    def finish(self) -> TeacherInfo:
+        info = replace(self._info, sha256={name: digest.hexdigest() for name, digest in self._digests.items()})
+        header, spans = build_header(info.tensors(), info.metadata())
+        assert spans == self._spans, "the hashes are as long as their placeholders"
+        self._file.seek(0)
+        self._file.write(header)
+        return info
+
+
+def _unicode(path: Path) -> str:
+    """``path`` as text that JSON can hold: bytes of a name that are not UTF-8 become U+FFFD."""
+    return str(path).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _chain(first: NDArray[np.float32], rest: Iterator[NDArray[np.float32]]) -> Iterator[NDArray[np.float32]]:
     yield first
     yield from rest
-
-
-@contextmanager
-def _atomic(out: Path) -> Iterator[IO[bytes]]:
-    """A file beside ``out`` that takes its name at the end, or vanishes."""
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(out)
-    except OSError as error:
-        raise ArtifactError(f"{out}: cannot be written ({error.strerror or error})") from error
-    finally:
-        partial.unlink(missing_ok=True)
