@@ -13,8 +13,9 @@ from tests.oracles import divergence
 from tests.support.tiny_models import Tiny, write_tiny
 from tqtool.errors import ArtifactError, NumericalError, UserError
 from tqtool.evals import logits as logits_module
-from tqtool.evals.estimate import estimate
-from tqtool.evals.kl import check_text, score_kl, score_window
+from tqtool.evals.context import context_limit
+from tqtool.evals.estimate import estimate, perplexity
+from tqtool.evals.kl import check_kl, check_text, score_kl, score_window
 from tqtool.evals.logits import top_ids, vocabulary_sums, window_logits
 from tqtool.evals.ppl import score_ppl
 from tqtool.evals.teacher import TeacherRequest, dump_teacher, summarize
@@ -232,8 +233,8 @@ def test_damaged_dumps(setting, tmp_path):
     refuse(data.replace(b'"format":"tqtool-teacher"', b'"format":"some-other-app"'), "not a teacher dump")
     refuse(data.replace(b'"format_version":"1"', b'"format_version":"2"'), "expected 1, found 2")
     refuse(data.replace(b'"top_ids"', b'"top_idz"'), "tensor top_id")
-    refuse(data.replace(b'\\"windows\\": 3', b'\\"windows\\": 4'), "expected")
-    with pytest.raises(ArtifactError, match="no such file"):
+    refuse(data.replace(b'\\"windows\\": 3', b'\\"windows\\": 4'), "'info': SHA-256 expected")
+    with pytest.raises(UserError, match="cannot be read"):
         open_dump(tmp_path / "absent")
 
 
@@ -245,6 +246,62 @@ def test_logits_that_are_not_finite_are_an_error():
 
     with pytest.raises(NumericalError, match="window 0: 1 of 3 positions"):
         next(window_logits(model, [np.arange(4, dtype=np.uint32)]))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1e-9])
+def test_a_kl_that_cannot_be_is_an_error_that_says_where(value):
+    kl = np.full(5, 0.5)
+    kl[3] = value
+    with pytest.raises(NumericalError, match=r"window 7, position 3: KL .*1 such positions"):
+        check_kl(7, kl, np.full(5, 20.0), np.full(5, 20.0))
+
+
+def test_a_kl_may_round_below_zero_but_not_further():
+    """ε·(20 + 20) is what the two subtractions alone can lose; a wrong log Σ exp of float32 gives -1e-7 or so."""
+    eps = np.finfo(np.float64).eps
+    check_kl(0, np.array([0.0, -40 * eps]), np.full(2, 20.0), np.full(2, 20.0))
+    with pytest.raises(NumericalError, match="position 1"):
+        check_kl(0, np.array([0.0, -1e-12]), np.full(2, 20.0), np.full(2, 20.0))
+
+
+def test_scoring_checks_its_kl():
+    values = np.random.default_rng(1).normal(0, 3, (4, 50)).astype(np.float32)
+    window = summarize(values, np.arange(5, dtype=np.uint32), 50)
+    wrong = replace(window, log_sum_exp=window.log_sum_exp + np.array([0, 0, 1e-3, 0]))
+    with pytest.raises(NumericalError, match="window 2, position 2"):
+        score_window(2, wrong, values)
+
+
+def test_a_perplexity_beyond_float64_is_an_error():
+    assert perplexity(700.0) == pytest.approx(np.exp(700.0))
+    for nll in (710.0, float("nan")):
+        with pytest.raises(NumericalError, match="perplexity is not finite"):
+            perplexity(nll)
+
+
+def test_tokens_the_model_lacks_never_reach_it():
+    def model(tokens):
+        assert tokens.shape == (1, 1), "only the width may be asked for"
+        return mx.zeros((1, 1, 5))
+
+    with pytest.raises(UserError, match="token 5, the model has 5"):
+        next(window_logits(model, [np.array([0, 5, 1], np.uint32)]))
+
+
+def test_windows_longer_than_the_model_was_made_for(setting, caplog):
+    _, text, _, model, _, _, _ = setting
+    _, opened = dump(setting, "long")
+    assert context_limit(model.config) == 512
+    assert score_kl(model, opened, quiet).warnings == ()
+    assert context_limit({"text_config": {"n_positions": 9}, "max_position_embeddings": "x"}) == 9
+    short = replace(model, config={**model.config, "max_position_embeddings": CONTEXT - 1})
+    for report in (
+        score_kl(short, opened, quiet),
+        score_ppl(short, text, windows=1, context=CONTEXT, tick=quiet),
+        dump_teacher(short, setting[0] / "long2", TeacherRequest(text=text, windows=1, context=CONTEXT), quiet),
+    ):
+        assert report.warnings == ("windows of 40 tokens, the model was made for 39: later positions may score badly",)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
 
 
 def test_extreme_logits_stay_finite_and_a_bound():

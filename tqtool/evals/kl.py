@@ -8,7 +8,6 @@ the vocabulary. Both sides go through the same operations: a model scored agains
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,9 +16,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tqtool.errors import UserError
-from tqtool.evals.estimate import Estimate, estimate
-from tqtool.evals.logits import gather, vocabulary_sums, window_logits
+from tqtool.errors import NumericalError, UserError
+from tqtool.evals.context import context_warnings
+from tqtool.evals.estimate import Estimate, estimate, perplexity
+from tqtool.evals.logits import gather, vocabulary_size, vocabulary_sums, window_logits
 from tqtool.evals.text import tokenizer_hash
 from tqtool.formats.teacher import TeacherDump, TeacherWindow
 from tqtool.runtime.load import LoadedModel
@@ -54,6 +54,7 @@ class KlReport:
         mass_outside_top: Teacher's mean probability outside its top K (the bucket), and the model's there.
         flips: The flips with the largest teacher margin; ``flip_count`` counts all of them.
         flip_margin_median: Median teacher margin of all flips, in logits.
+        warnings: What makes the numbers doubtful; logged too.
     """
 
     model: str
@@ -82,6 +83,7 @@ class KlReport:
     dtype: str | None
     elapsed_s: float
     tokens_per_s: float
+    warnings: tuple[str, ...]
 
     @property
     def kl_quantiles(self) -> tuple[float, float, float, float]:
@@ -108,24 +110,31 @@ def score_kl(
 
     Raises:
         UserError: another tokenizer or vocabulary than the teacher's; more windows than there are.
-        NumericalError: logits that are not finite.
+        NumericalError: logits or a KL that are not finite; a KL below zero by more than rounding.
+        ArtifactError: the dump changed since it was opened.
     """
     count = dump.info.windows if windows is None else windows
     if not 1 <= count <= dump.info.windows:
         raise UserError(f"--windows {count}: the dump has {dump.info.windows}")
     check_tokenizer(model, dump)
+    _check_width(model, dump)
+    warnings = context_warnings(model.config, dump.info.context)
     started = time.monotonic()
     scores = []
     stream = window_logits(model.model, (dump.tokens(index) for index in range(count)))
     for index, logits in enumerate(stream):
-        if logits.shape[1] != dump.info.vocab_size:
-            raise UserError(
-                f"the model has {logits.shape[1]} logits, the teacher had {dump.info.vocab_size}",
-                hint="score models of one vocabulary against each other",
-            )
         scores.append(score_window(index, dump.window(index), logits))
         tick(1)
-    return _report(model, dump, scores, time.monotonic() - started, keep_flips)
+    return _report(model, dump, scores, time.monotonic() - started, keep_flips, warnings)
+
+
+def _check_width(model: LoadedModel, dump: TeacherDump) -> None:
+    found = vocabulary_size(model.model)
+    if found != dump.info.vocab_size:
+        raise UserError(
+            f"the model has {found} logits, the teacher had {dump.info.vocab_size}",
+            hint="score models of one vocabulary against each other",
+        )
 
 
 def check_tokenizer(model: LoadedModel, dump: TeacherDump) -> None:
@@ -153,13 +162,14 @@ def check_text(dump: TeacherDump, text: Path) -> None:
 
 
 def score_window(index: int, teacher: TeacherWindow, logits: NDArray[np.float32]) -> WindowScore:
-    """Score float32 ``logits`` [P, V] against one window of the dump."""
+    """Score float32 ``logits`` [P, V] against one window of the dump; NumericalError for a KL that cannot be."""
     sums = vocabulary_sums(logits, teacher.top_ids)
     log_p = teacher.top_logits.astype(np.float64) - teacher.log_sum_exp[:, None]
     log_q = gather(logits, teacher.top_ids).astype(np.float64) - sums.all[:, None]
     log_p_tail = np.maximum(teacher.tail_log_sum_exp - teacher.log_sum_exp, LOG_TINY)
     log_q_tail = np.maximum(sums.tail - sums.all, LOG_TINY)
     kl = np.sum(np.exp(log_p) * (log_p - log_q), axis=1) + np.exp(log_p_tail) * (log_p_tail - log_q_tail)
+    check_kl(index, kl, teacher.log_sum_exp, sums.all)
     return WindowScore(
         kl=kl,
         nll=sums.all - gather(logits, teacher.tokens[1:]),
@@ -168,6 +178,31 @@ def score_window(index: int, teacher: TeacherWindow, logits: NDArray[np.float32]
         model_tail=np.exp(sums.tail - sums.all),
         flips=tuple(_flips(index, teacher, logits)),
     )
+
+
+def check_kl(index: int, kl: NDArray[np.float64], teacher: NDArray[np.float64], model: NDArray[np.float64]) -> None:
+    """Raise NumericalError unless each ``kl`` [P] is finite and not below zero by more than rounding.
+
+    Args:
+        index: Window, for the message.
+        kl: Divergences.
+        teacher: The teacher's log Σ exp; how large they are says what rounding can do.
+        model: The model's.
+
+    A log Σ exp errs by at most ε(|lse| + 2·log V + 40): rounding of the result, of the exponentials' arguments, and of
+    a pairwise sum; V < 2^20 makes that ε(|lse| + 70). It shifts every log p or log q of a position alike, and thereby
+    the KL once by the error of log q and three times by that of log p (Σ p·|log p - log q| ≤ KL + 2). The sum over the
+    top adds 64 ε.
+    """
+    tolerance = 4 * np.finfo(np.float64).eps * (np.abs(teacher) + np.abs(model) + 160)
+    right = np.isfinite(kl) & (kl >= -tolerance)
+    if not right.all():
+        position = int(np.argmin(right))
+        raise NumericalError(
+            f"window {index}, position {position}: KL {kl[position]:.6g}, "
+            f"expected finite and at least {-tolerance[position]:.1e} ({np.count_nonzero(~right)} such positions)",
+            hint="the dump is not of this format's arithmetic, or this is a bug of tqtool: please report it",
+        )
 
 
 def _flips(index: int, teacher: TeacherWindow, logits: NDArray[np.float32]) -> Iterator[Flip]:
@@ -188,7 +223,12 @@ def _flips(index: int, teacher: TeacherWindow, logits: NDArray[np.float32]) -> I
 
 
 def _report(
-    model: LoadedModel, dump: TeacherDump, scores: list[WindowScore], elapsed_s: float, keep_flips: int
+    model: LoadedModel,
+    dump: TeacherDump,
+    scores: list[WindowScore],
+    elapsed_s: float,
+    keep_flips: int,
+    warnings: tuple[str, ...],
 ) -> KlReport:
     kl = np.stack([score.kl for score in scores])
     nll = np.stack([score.nll for score in scores])
@@ -212,9 +252,9 @@ def _report(
         kl_max=float(kl.max()),
         top1=estimate(agree),
         nll=estimate(nll),
-        ppl=math.exp(nll.mean()),
+        ppl=perplexity(float(nll.mean())),
         teacher_nll=teacher_nll,
-        teacher_ppl=math.exp(teacher_nll),
+        teacher_ppl=perplexity(teacher_nll),
         mass_outside_top=float(np.mean([score.teacher_tail for score in scores])),
         model_mass_outside_top=float(np.mean([score.model_tail for score in scores])),
         flip_count=len(flips),
@@ -224,4 +264,5 @@ def _report(
         dtype=model.report.dtype,
         elapsed_s=elapsed_s,
         tokens_per_s=kl.size / elapsed_s,
+        warnings=warnings,
     )
