@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.packed_artifact import write_packed
-from tests.support.tiny_models import Tiny
+from tests.support.tiny_models import Tiny, write_tiny
 from tqtool.cli.app import main
 
 MAIN = "import sys; from tqtool.cli.app import main; sys.argv[0] = 'tqtool'; main()"
@@ -126,7 +129,15 @@ def test_sampling_repeats_with_its_seed(work):
         (("teacher", "packed", "new", "--text", "text.txt", "--top", 0), 2, "--top 0"),
         (("eval", "kl", "packed", "--teacher", "text.txt"), 4, "text.txt"),
         (("eval", "kl", "packed", "--teacher", "dump", "--text", "packed/config.json"), 2, "the dump was made from"),
+        (("eval", "kl", "packed", "--teacher", "absent"), 2, "absent: the dump cannot be read"),
+        (("eval", "kl", "packed", "--teacher", "packed"), 2, "packed: the dump cannot be read"),
+        (("eval", "kl", "packed", "--teacher", "dump", "--text", "absent"), 2, "absent: cannot be read"),
+        (("eval", "kl", "packed", "--teacher", "dump", "--flips", -2), 2, "--flips"),
         (("eval", "ppl", "packed", "--text", "absent"), 2, "expected a UTF-8 text file"),
+        (("eval", "ppl", "packed", "--text", "text.txt", "-c", 999), 2, "not one window fits"),
+        (("teacher", "packed", "new", "--text", "absent"), 2, "expected a UTF-8 text file"),
+        (("teacher", "packed", "packed", "--text", "text.txt", "--force"), 2, "packed: is a folder"),
+        (("teacher", "packed", "text.txt/new", "--text", "text.txt"), 4, "text.txt/new: cannot be written"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else None,
 )
@@ -134,7 +145,7 @@ def test_mistakes(work, arguments, code, message):
     def place(word):
         return (
             work / str(word)
-            if str(word) in {"absent", "packed", "dump", "new", "text.txt", "packed/config.json"}
+            if str(word) in {"absent", "packed", "dump", "new", "text.txt", "text.txt/new", "packed/config.json"}
             else word
         )
 
@@ -143,3 +154,71 @@ def test_mistakes(work, arguments, code, message):
     assert message in done.stderr.replace(f"{work}/", "")
     assert "Traceback" not in done.stderr
     assert not (work / "new").exists()
+
+
+def test_flips_are_a_table_when_asked_for(work):
+    def word(token):
+        return ("<unk>", "<s>", "</s>")[token] if token < 3 else f"w{token}"
+
+    other = write_tiny(work / "other", Tiny(seed=9))
+    arguments = ("eval", "kl", other, "--teacher", work / "dump")
+    report = json.loads(tqtool(*arguments, "--json").stdout)
+    assert len(report["flips"]) == min(20, report["flip_count"])
+    assert "teacher → model" not in tqtool(*arguments).stdout
+    lines = tqtool(*arguments, "--flips", 3).stdout.splitlines()
+    assert lines[-5] == f"3 of {report['flip_count']} flips; margins in logits"
+    assert " ".join(lines[-4].split()) == "window position teacher margin model margin teacher → model"
+    for line, flip in zip(lines[-3:], report["flips"], strict=False):
+        theirs, ours = flip["teacher_token"], flip["model_token"]
+        margins = f"{flip['teacher_margin']:.4f} {flip['model_margin']:.4f}"
+        tokens = f"{word(theirs)!r} ({theirs}) → {word(ours)!r} ({ours})"
+        assert " ".join(line.split()) == f"{flip['window']} {flip['position']} {margins} {tokens}"
+    assert len(json.loads(tqtool(*arguments, "--flips", 0, "--json").stdout)["flips"]) == 0
+    assert len(json.loads(tqtool(*arguments, "--flips", -1, "--json").stdout)["flips"]) == report["flip_count"]
+
+
+def test_one_token_has_no_error_to_print(work):
+    done = tqtool("eval", "ppl", work / "packed", "--text", work / "text.txt", "-n", 1, "-c", 2)
+    line = next(line for line in done.stdout.splitlines() if line.startswith("NLL"))
+    assert "±" not in line
+    assert "±" in tqtool("eval", "ppl", work / "packed", "--text", work / "text.txt", "-n", 1, "-c", 3).stdout
+
+
+def test_a_window_too_long_for_the_model_is_a_warning_for_both_readers(work):
+    short = shutil.copytree(work / "packed-fake", work / "short")
+    config = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 16}
+    (short / "config.json").write_text(json.dumps(config))
+    arguments = ("eval", "ppl", short, "--text", work / "text.txt", "-n", 1, "-c", 20, "--json")
+    command = [sys.executable, "-c", MAIN, *map(str, arguments)]  # in pytest the log goes elsewhere
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "warning: windows of 20 tokens, the model was made for 16" in done.stderr
+    assert json.loads(done.stdout)["warnings"] == [
+        "windows of 20 tokens, the model was made for 16: later positions may score badly"
+    ]
+
+
+def test_a_damaged_dump_is_exit_code_4_before_the_model_is_looked_at(work):
+    data = bytearray((work / "dump").read_bytes())
+    data[-1] ^= 1
+    (work / "bad-dump").write_bytes(data)
+    done = tqtool("eval", "kl", work / "no-such-model", "--teacher", work / "bad-dump")
+    assert done.returncode == 4
+    assert "bad-dump: " in done.stderr
+
+
+def test_where_nothing_can_be_written_no_model_is_looked_at(work, tmp_path):
+    tmp_path.chmod(0o555)
+    folder = Path("/proc/self") if os.access(tmp_path, os.W_OK) else tmp_path  # root may write anywhere else
+    done = tqtool("teacher", work / "no-such-model", folder / "x", "--text", work / "text.txt")
+    assert done.returncode == 4
+    assert f"{folder / 'x'}: cannot be written" in done.stderr
+    assert "hint: choose a place" in done.stderr
+
+
+def test_what_a_killed_run_left_is_removed_and_named(work):
+    left = work / ".again.partial-1"
+    left.write_bytes(b"half")
+    done = tqtool("teacher", work / "packed", work / "again", "--text", work / "text.txt", "-n", 1, "-c", 8)
+    assert done.returncode == 0, done.stderr
+    assert "removed .again.partial-1" in done.stderr
+    assert not left.exists()

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tqtool.cli.render import emit_json, emit_table, progress
+from tqtool.cli.render import emit_json, emit_line, emit_table, progress
 
 if TYPE_CHECKING:
     from tqtool.evals.estimate import Estimate
+    from tqtool.evals.kl import KlReport
     from tqtool.runtime.load import LoadedModel
 
 
@@ -41,7 +42,13 @@ def kl(
     teacher: Path = typer.Option(..., "--teacher", help="Dump made by `tqtool teacher`."),
     windows: int | None = typer.Option(None, "--windows", "-n", help="Score only the first N windows."),
     text: Path | None = typer.Option(None, "--text", help="Check that the dump was made from this file."),
-    flips: int = typer.Option(20, "--flips", help="Flips to list, largest margin first; -1 for all."),
+    flips: int | None = typer.Option(
+        None,
+        "--flips",
+        min=-1,
+        show_default="20 with --json, else none",
+        help="Flips to list, largest teacher margin first; -1 for all.",
+    ),
     compute: Compute = COMPUTE,
     as_json: bool = AS_JSON,
 ) -> None:
@@ -55,8 +62,9 @@ def kl(
     if text is not None:
         check_text(dump, text)
     loaded = _load(model, compute)
+    listed = flips if flips is not None else 20 if as_json else 0
     with progress("kl", windows or dump.info.windows) as advance:
-        report = score_kl(loaded, dump, lambda done: advance(done, "windows"), windows=windows, keep_flips=flips)
+        report = score_kl(loaded, dump, lambda done: advance(done, "windows"), windows=windows, keep_flips=listed)
     if as_json:
         emit_json(asdict(report))
         return
@@ -72,6 +80,22 @@ def kl(
         ("scored", f"{report.tokens} tokens, {report.windows} windows, {report.tokens_per_s:.0f} tokens/s"),
     ]
     emit_table(("model", report.model), rows)
+    if report.flips:
+        _emit_flips(loaded, report)
+
+
+def _emit_flips(loaded: LoadedModel, report: KlReport) -> None:
+    """One line a flip; the tokens come last because their width varies, and as repr because they hold anything."""
+
+    def show(token: int) -> str:
+        return f"{loaded.tokenizer.decode([token])!r} ({token})"
+
+    emit_line(f"\n{len(report.flips)} of {report.flip_count} flips; margins in logits")
+    emit_line(f"{'window':>6} {'position':>8} {'teacher margin':>14} {'model margin':>12}  teacher → model")
+    for flip in report.flips:
+        margins = f"{flip.teacher_margin:>14.4f} {flip.model_margin:>12.4f}"
+        tokens = f"{show(flip.teacher_token)} → {show(flip.model_token)}"
+        emit_line(f"{flip.window:>6} {flip.position:>8} {margins}  {tokens}")
 
 
 def ppl(
@@ -86,7 +110,9 @@ def ppl(
     from dataclasses import asdict
 
     from tqtool.evals.ppl import score_ppl
+    from tqtool.evals.text import check_source
 
+    check_source(text, windows=windows, context=context)
     loaded = _load(model, compute)
     with progress("ppl", windows) as advance:
         report = score_ppl(loaded, text, windows=windows, context=context, tick=lambda done: advance(done, "windows"))
@@ -116,4 +142,4 @@ def _with_error(value: Estimate, digits: int) -> str:
         errors.append(f"{value.se_windows:.{digits}f} over windows")
     if value.se_tokens is not None:
         errors.append(f"{value.se_tokens:.{digits}f} over tokens")
-    return f"{value.mean:.{digits}f} ± {', '.join(errors)}"
+    return f"{value.mean:.{digits}f}" + (f" ± {', '.join(errors)}" if errors else "")
