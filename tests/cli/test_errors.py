@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.command import run
-from tests.support.tiny_models import Tiny, write_tiny
+from tests.support.tiny_models import Tiny, write_tiny, write_weights
 
 
 @pytest.mark.parametrize("notes", [5, [{"id": "x", "seed": "many"}], [{"id": "x", "deviations": 5}], [{}], ["x"]])
@@ -84,3 +90,88 @@ def test_a_head_that_a_tied_model_does_not_use_is_left_out_aloud(
     answer = run(capsys, monkeypatch, "convert", source, tmp_path / "out", "-q", "--check", "none")
     assert answer.code == 0
     assert "note: left out: lm_head.weight (" in answer.err
+
+
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_a_signal_is_answered_and_nothing_is_left(tmp_path: Path, number: signal.Signals, word: str) -> None:
+    source = write_tiny(tmp_path / "source", Tiny(hidden=512, intermediate=2048, layers=8))
+    command = [
+        Path(sys.executable).with_name("tqtool"),
+        "trellis",
+        source,
+        tmp_path / "out",
+        "--modules",
+        "all",
+        "-L",
+        "16",
+    ]
+    with subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True) as process:
+        while not list(tmp_path.glob(".out*")):
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert f"{word}; nothing was left under the final name" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = run(capsys, monkeypatch, "--version")
+    assert (answer.code, answer.out) == (0, f"tqtool {version('tqtool')}\n")
+
+
+@pytest.mark.parametrize("verb", ["convert", "trellis"])
+def test_a_value_that_is_not_finite_is_found_before_the_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str
+) -> None:
+    """In the last tensor of all; and no tensor may be folded or encoded before it was seen."""
+    tiny = Tiny()
+    source = write_tiny(tmp_path / "source", tiny)
+    tensors = tiny.tensors()
+    tensors["model.norm.weight"][7] = np.nan
+    write_weights(source, tensors)
+    monkeypatch.setattr("tqtool.pipeline.job.execute", lambda *arguments: pytest.fail("work began"))
+    answer = run(capsys, monkeypatch, verb, source, tmp_path / "out")
+    assert answer.code == 3
+    assert "model.norm.weight: 1 of 128 values are inf or NaN, the first at [7]" in answer.err
+
+
+def test_modules_that_stay_dense_are_counted_and_all_of_them_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = write_tiny(tmp_path / "source", Tiny(intermediate=200))
+    answer = run(capsys, monkeypatch, "convert", source, tmp_path / "a", "-q", "--check", "none")
+    assert answer.code == 0
+    assert "note: 2 modules kept dense: input dimension 200 is not divisible by group size 64" in answer.err
+    assert "- 4-bit" in (tmp_path / "a" / "README.md").read_text()
+    odd = write_tiny(tmp_path / "odd", Tiny(hidden=120, intermediate=200, heads=4, head_dim=30))
+    answer = run(capsys, monkeypatch, "convert", odd, tmp_path / "b", "-q", "--check", "none")
+    assert answer.code == 2
+    assert "no module would be packed: 13 modules kept dense: input dimension 120" in answer.err
+    wide = ("--rule", "*proj=float", "--check", "none")
+    assert run(capsys, monkeypatch, "convert", source, tmp_path / "c", "-q", *wide).code == 0
+    assert "-bit" not in (tmp_path / "c" / "README.md").read_text()
+
+
+def test_float64_is_stated_as_what_is_stored(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tiny = Tiny()
+    source = write_tiny(tmp_path / "source", tiny)
+    write_weights(source, {name: tensor.astype(np.float64) for name, tensor in tiny.tensors().items()})
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"torch_dtype": "float64"}))
+    assert run(capsys, monkeypatch, "convert", source, tmp_path / "out", "--check", "none").code == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float32"
+
+
+def test_a_bad_seed_is_no_reason_to_leave_the_rotation_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answer = run(
+        capsys, monkeypatch, "trellis", write_tiny(tmp_path / "source"), tmp_path / "out", "--rotation-seed", -1
+    )
+    assert answer.code == 2
+    assert "rotation seed -1: expected 0" in answer.err
+    assert "--no-rotate-weights" not in answer.err

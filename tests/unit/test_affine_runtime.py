@@ -56,6 +56,6 @@ def test_experts_are_cut_along_their_first_axis(monkeypatch):
 
 
 def test_a_wide_head_does_not_multiply_its_size():
-    """123 MB in float32; MLX's whole dequantization takes seven times that. A chunk is 16 MiB, so 8 × that, and 8 MB."""
+    """123 MB in float32; MLX alone takes seven times that. A chunk is 16 MiB, so 8 × that, and 8 MiB."""
     added = added_peak_bytes(PREPARE, "mx.eval(layer(x))")
     assert added < 8 * 4 * affine.CHUNK + (8 << 20)

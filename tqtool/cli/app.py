@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
+from types import FrameType
+from typing import NoReturn
 
 import typer
 
@@ -36,8 +39,9 @@ def build_app() -> typer.Typer:
     @app.callback()
     def root(
         traceback: bool = typer.Option(False, "--traceback", help="Show the Python traceback of an error."),
+        version: bool = typer.Option(False, "--version", is_eager=True, callback=_version, help="Show the version."),
     ) -> None:
-        del traceback  # read from argv in main(): it must also work when parsing itself fails
+        del traceback, version  # the first is read from argv in main(): it must also work when parsing itself fails
 
     for verb in VERBS:
         importlib.import_module(f"tqtool.cli.{verb}").register(app)
@@ -45,10 +49,16 @@ def build_app() -> typer.Typer:
 
 
 def main() -> None:
-    """Entry point of ``tqtool``: exit codes 1 internal, 2 user, 3 numerical, 4 artifact, 5 backend, 130 interrupted."""
+    """Entry point of ``tqtool``.
+
+    Exit codes: 1 internal, 2 user, 3 numerical, 4 artifact, 5 backend, 130 interrupted, 143 terminated.
+    """
     show_traceback = "--traceback" in sys.argv
     if show_traceback:
         sys.argv.remove("--traceback")
+    # A signal that the shell told us to ignore (nohup, a job in the background) stays ignored.
+    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, _stop) for number in heard}
     try:
         build_app()()
     except TqError as error:
@@ -67,6 +77,26 @@ def main() -> None:
             f"error: internal error: {reason}\nhint: a bug in tqtool; --traceback shows where, please report it\n"
         )
         sys.exit(1)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted; nothing was left under the final name\n")
-        sys.exit(130)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        sys.stdout.write(f"tqtool {version('tqtool')}\n")
+        raise typer.Exit
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    """Ctrl-C and a polite kill: unwind, so that partial folders go; the second signal kills at once.
+
+    Not KeyboardInterrupt, which typer turns into a silent exit.
+    """
+    del frame
+    signal.signal(number, signal.SIG_DFL)
+    word = "interrupted" if number == signal.SIGINT else "terminated"
+    sys.stderr.write(f"{word}; nothing was left under the final name\n")
+    sys.exit(128 + number)

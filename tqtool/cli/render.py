@@ -49,10 +49,13 @@ def note(text: str) -> None:
 
 
 @contextmanager
-def progress(label: str, total: float, *, unit: str = "", quiet: bool = False) -> Iterator[Advance]:
+def progress(
+    label: str, total: float, *, unit: str = "", quiet: bool = False, silent_s: float = 0.0
+) -> Iterator[Advance]:
     """Progress on stderr: a bar with ETA on a terminal, a line every ten percent elsewhere.
 
-    Yields ``advance(amount, what)``; ``amount`` is in the units of ``total``.
+    Yields ``advance(amount, what)``; ``amount`` is in the units of ``total``. Lines begin after ``silent_s`` seconds,
+    so that a phase which is usually short is seen only when it is long.
     """
     import sys
     import time
@@ -78,10 +81,10 @@ def progress(label: str, total: float, *, unit: str = "", quiet: bool = False) -
     def advance_line(amount: float, what: str) -> None:
         nonlocal done, shown
         done += amount
-        share = done / total if total else 1.0
-        if share >= shown + 0.1 or share >= 1.0 > shown:
+        share = min(1.0, done / total) if total else 1.0
+        spent = time.monotonic() - started
+        if (share >= shown + 0.1 or share == 1.0 > shown) and spent >= silent_s:
             shown = share
-            spent = time.monotonic() - started
             left = spent / share - spent if share else 0.0
             note(f"{label}: {100 * share:3.0f}%  {spent:.0f} s, {left:.0f} s left  {what} {unit}".rstrip())
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tqtool.cli.convert import DEFAULT_SEED, read_places, show_plan, summary
+from tqtool.cli.job import DEFAULT_SEED, Meter, read_places, run_job, show_plan
 
 
 def register(app: typer.Typer) -> None:
@@ -18,8 +18,8 @@ def register(app: typer.Typer) -> None:
 HELP = """Fold and code a checkpoint on the trellis at 1-4 bits per weight, in one streaming pass.
 
 The result is packed (tqtool runs it; stock mlx-lm loads it with --trust-remote-code), or with --fake-quant the same
-values
-dense in bf16, or with --carrier the same values in 8-bit affine; stock mlx-lm loads the last two as they are.
+values dense in bf16, or with --carrier the same values rounded once more, to 8-bit affine; stock mlx-lm loads the last
+two as they are.
 """
 
 
@@ -54,7 +54,7 @@ def trellis(
     ] = True,
     rotation_seed: Annotated[int | None, typer.Option("--rotation-seed", help="Seed of the signs. [42]")] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
-    threads: Annotated[int, typer.Option("--threads", help="Encoder threads; 0 is one per core.")] = 0,
+    threads: Annotated[int, typer.Option("--threads", min=0, help="Encoder threads; 0 is one per core.")] = 0,
     check: Annotated[str, typer.Option("--check", help="After writing: forward, load or none.")] = "forward",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact of tqtool at OUT.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan; write nothing.")] = False,
@@ -62,10 +62,8 @@ def trellis(
 ) -> None:
     """Parse, plan, run, render."""
     from tqtool.artifact.reload import parse_depth
-    from tqtool.cli.render import emit_json, emit_line, note, progress
     from tqtool.errors import UserError
     from tqtool.mathx.codes import parse_code
-    from tqtool.pipeline.preflight import affordable_depth
     from tqtool.pipeline.rules import packed_setting, parse_rule
     from tqtool.pipeline.trellis import (
         OTHER,
@@ -82,7 +80,7 @@ def trellis(
     if rotation_seed is not None and not rotate:
         raise UserError("--rotation-seed with --no-rotate-weights does nothing", hint="leave one out")
     places = read_places(source, out, model, mlx_path)
-    advance_encoder = [lambda weights: None]  # the bar exists only after the plan is known
+    meter = Meter()
     other = None
     if bits is not None or group_size is not None:
         other = packed_setting(bits=bits or OTHER.bits, group_size=group_size or OTHER.group_size, mode="affine")
@@ -98,21 +96,18 @@ def trellis(
         rules=tuple(parse_rule(text, other or OTHER) for text in rule or ()),
         rotation_seed=(DEFAULT_SEED if rotation_seed is None else rotation_seed) if rotate else None,
         overwrite=overwrite,
-        tick=lambda weights: advance_encoder[0](weights),
+        tick=meter,
     )
     job = plan_trellis(request)
     if dry_run:
         show_plan(job.plan, as_json=as_json)
         return
-    depth, reduced = affordable_depth(depth, job.plan.totals.tensor_bytes)
-    for line in (*job.plan.warnings, *job.plan.notes, *job.plan.hints, *([reduced] if reduced else [])):
-        note(f"note: {line}")
-    with progress("encode", coded_weights(job), quiet=as_json) as advance:
-        advance_encoder[0] = lambda weights: advance(weights, "")
-        result = job.run(check=lambda folder: check_trellis(job, folder, depth))
-    for line in result.notes:
-        note(f"note: {line}")
-    if as_json:
-        emit_json({"out": str(result.out), "kind": job.kind, "check": depth, **result.plan.to_json()})
-    else:
-        emit_line(f"{result.out}: {summary(result.plan)}")
+    run_job(
+        job,
+        label="encode",
+        total=coded_weights(job),
+        depth=depth,
+        check=check_trellis,
+        as_json=as_json,
+        meter=meter,
+    )

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from tqtool.artifact.reload import Depth, compare_modules, reload_stock
-from tqtool.errors import ArtifactError
+from tqtool.errors import ArtifactError, UserError
 from tqtool.formats.dtypes import DType
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
 from tqtool.pipeline.rules import Choices, Dense, Packed, Rule, Setting, resolve
+from tqtool.solve.rtn import AffineRtn
 from tqtool.source.checkpoint import Checkpoint, open_checkpoint
 from tqtool.transform.plan import OutputTensor, Role, TransformPlan, plan_identity, plan_rotation
 
@@ -70,14 +71,15 @@ def plan_convert(request: ConvertRequest) -> Job:
     default: Setting = request.packing or Dense()
     target = StoredDtype(checkpoint, request.dtype)
     choices = resolve(transform.outputs, default=default, rules=request.rules, dtype_of=target.of)
+    _require_packed(request, transform, choices)
     extras = JobExtras(
         notes=choices.notes,
-        plan_notes=target.notes(),
+        plan_notes=(*target.notes(), *choices.counted_notes()),
         hints=head_hints(transform, choices),
         default_entry=None if request.packing is None else packed_entry(request.packing),
-        dtype=request.dtype,
+        dtype=target.config_dtype,
         request=request.to_json(),
-        tags=_tags(request),
+        tags=_tags(request, choices.main_bits(transform.outputs)),
         overwrite=request.overwrite,
     )
     return plan_job(checkpoint, transform, choices.choose, out=request.out, extras=extras)
@@ -116,6 +118,9 @@ class StoredDtype:
     def __init__(self, checkpoint: Checkpoint, requested: DType | None) -> None:
         self._checkpoint = checkpoint
         self._whole = requested or _declared(checkpoint.config)
+        found = {ref.dtype for ref in checkpoint.tensors.values() if ref.dtype.is_float}
+        self.config_dtype = requested or (DType.F32 if found == {DType.F64} and self._whole is None else None)
+        """What config.json must state: the request's; float32 where the source states a float64 that is not kept."""
 
     def of(self, output: OutputTensor) -> DType:
         """Dtype of ``output``; integers keep theirs, float64 becomes float32 (MLX has none on the GPU)."""
@@ -158,7 +163,18 @@ def _declared(config: Mapping[str, Any]) -> DType | None:
     return _DTYPES.get(name) if isinstance(name, str) else None
 
 
-def _tags(request: ConvertRequest) -> tuple[str, ...]:
-    packing = request.packing
-    tags = [] if packing is None else [f"{packing.bits}-bit"]
+def _require_packed(request: ConvertRequest, transform: TransformPlan, choices: Choices) -> None:
+    """Refuse a job that was to pack modules and packs none."""
+    if request.packing is None or any(isinstance(choices.choose(output), AffineRtn) for output in transform.outputs):
+        return
+    reasons = choices.counted_notes() or ("the rules keep every module dense",)
+    raise UserError(
+        f"no module would be packed: {'; '.join(reasons)}",
+        hint="choose a smaller --group-size, or leave -q and --bits out",
+    )
+
+
+def _tags(request: ConvertRequest, bits: int | None) -> tuple[str, ...]:
+    """``4-bit`` only where most of the weights are."""
+    tags = [] if bits is None else [f"{bits}-bit"]
     return tuple(tags + (["rotated"] if request.rotation_seed is not None else []))

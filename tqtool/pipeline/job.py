@@ -23,7 +23,8 @@ from tqtool.pipeline.preflight import memory_note, require_disk
 from tqtool.pipeline.provenance import transform_records
 from tqtool.solve.quantizer import ConfigEntry, Quantizer
 from tqtool.source.checkpoint import Checkpoint
-from tqtool.source.checks import require_json
+from tqtool.source.checks import check_finite, require_json
+from tqtool.source.mlx_lm import refuse_unservable
 from tqtool.transform.plan import OutputTensor, TransformPlan
 
 Choose = Callable[[OutputTensor], Quantizer]
@@ -94,12 +95,24 @@ class Job:
     kind: str
     out: Path
 
-    def run(self, progress: Progress = silent, check: Check | None = None) -> JobResult:
+    def check_source(self, progress: Progress = silent) -> None:
+        """Read every source tensor once; a value that is not finite is found before any work, not in the middle of it.
+
+        Raises:
+            NumericalError: a tensor holds an inf or a NaN.
+            SourceError: a file cannot be read.
+        """
+        check_finite(self.checkpoint, progress)
+
+    def run(
+        self, progress: Progress = silent, check: Check | None = None, *, source_is_checked: bool = False
+    ) -> JobResult:
         """Write the artifact; nothing is left under ``out`` or beside it when this raises.
 
         Args:
             progress: Called after each tensor with its parameter count and name.
             check: Called with the finished folder before it gets its final name; raises to refuse it.
+            source_is_checked: ``check_source`` was called already.
 
         Raises:
             ArtifactError: the disk is too full, writing failed, or ``check`` refused.
@@ -107,6 +120,8 @@ class Job:
             SourceError: the source changed while it was read.
         """
         require_disk(self.out.parent, self.plan.totals.disk_bytes)
+        if not source_is_checked:
+            self.check_source()
         manifest, notes = execute(self, progress, check)
         return JobResult(out=self.out, plan=self.plan, manifest=manifest, notes=notes)
 
@@ -125,6 +140,7 @@ def plan_job(
         UserError: a quantizer cannot take its tensor, or ``out`` is not a place to write to.
     """
     extras = extras or JobExtras()
+    refuse_unservable(checkpoint.path, checkpoint.config)
     _require_separate(checkpoint.path, out)
     check_target(out, overwrite=extras.overwrite)
     works = tuple(_work(output, choose(output)) for output in transform.outputs)

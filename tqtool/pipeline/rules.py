@@ -8,7 +8,9 @@ what its module cannot be, is an error.
 from __future__ import annotations
 
 import difflib
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -67,6 +69,21 @@ class Choices:
     def choose(self, output: OutputTensor) -> Quantizer:
         """The quantizer of ``output``."""
         return self.quantizers[output.name]
+
+    def counted_notes(self) -> tuple[str, ...]:
+        """The remarks for whoever reads the plan: one line each, with how many modules it is true of."""
+        counts = Counter(note for lines in self.notes.values() for note in lines)
+        return tuple(f"{count} module{'s' if count > 1 else ''} {note}" for note, count in counts.items())
+
+    def main_bits(self, outputs: Sequence[OutputTensor]) -> int | None:
+        """Bits at which more than half of the module weights are packed; None if there is no such number."""
+        weights: Counter[int | None] = Counter()
+        for output in outputs:
+            if output.module is not None:
+                entry = self.choose(output).config_entry()
+                weights[entry["bits"] if isinstance(entry, dict) else None] += math.prod(output.shape)
+        bits, count = weights.most_common(1)[0] if weights else (None, 0)
+        return bits if 2 * count > weights.total() else None
 
 
 def packed_setting(

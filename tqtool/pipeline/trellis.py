@@ -17,6 +17,7 @@ from typing import Any, Literal
 from tqtool.artifact.reload import Depth, compare_modules, reload_stock
 from tqtool.errors import ArtifactError, UserError
 from tqtool.formats.trellis import FORMAT_VERSION, TrellisSpec
+from tqtool.mathx.signs import require_seed
 from tqtool.pipeline.convert import StoredDtype, packed_entry, plan_transform
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
 from tqtool.pipeline.rules import Choices, Packed, Rule, matching_rule, near_names, resolve
@@ -132,7 +133,8 @@ def plan_trellis(request: TrellisRequest) -> Job:
         config=_packed_config(coded, quantizers) if is_packed else {},
         files={MODEL_FILE: _stock_model_source()} if is_packed else {},
         notes=kept_notes,
-        plan_notes=target.notes(),
+        plan_notes=(*target.notes(), *chosen.counted_notes()),
+        dtype=target.config_dtype,
         default_entry=packed_entry(other),
         request=request.to_json(),
         kind=f"trellis-{request.form}",
@@ -205,6 +207,8 @@ def _is_coded(quantizer: Quantizer) -> bool:
 
 
 def _transform(checkpoint: Checkpoint, request: TrellisRequest) -> TransformPlan:
+    if request.rotation_seed is not None:
+        require_seed(request.rotation_seed)
     try:
         return plan_transform(checkpoint, rotation_seed=request.rotation_seed)
     except UserError as error:
