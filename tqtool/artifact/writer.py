@@ -1,20 +1,20 @@
 """An artifact appears whole or not at all: shards laid out before work, streamed, hashed, renamed.
 
 Everything is written to ``.NAME.partial-PID`` beside the final folder; ``commit`` makes it durable and
-renames. A kill leaves only the partial folder, which the next writer of that name removes when its process is
-gone. Memory: nothing but the tensor handed in.
+renames. A kill leaves only the partial folder, which the next writer of that name removes (``leftovers`` says how it
+knows). Memory: nothing but the tensor handed in.
 """
 
 from __future__ import annotations
 
-import errno
+import glob
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,8 @@ from typing import IO, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from tqtool.artifact.disk import disk_errors
+from tqtool.artifact.leftovers import Hold, clear_leftovers, make_partial, replaced_path
 from tqtool.errors import ArtifactError, UserError
 from tqtool.formats.dtypes import dtype_of
 from tqtool.formats.manifest import MANIFEST_NAME
@@ -31,7 +33,6 @@ from tqtool.solve.quantizer import StoredTensor
 
 MAX_SHARD_BYTES = 5 << 30
 INDEX_NAME = "model.safetensors.index.json"
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,20 +97,25 @@ class ArtifactWriter:
         self._file: IO[bytes] | None = None
         self._file_hash = hashlib.sha256()
         self._committed = False
+        self._partial: Path | None = None
+        self._hold: Hold | None = None
         self._hasher = ThreadPoolExecutor(max_workers=1)
 
     @property
     def folder(self) -> Path:
         """Where files are until ``commit``."""
-        return self.out.parent / f".{self.out.name}.partial-{os.getpid()}"
+        assert self._partial is not None, "the folder exists inside the with block"
+        return self._partial
 
     def __enter__(self) -> Self:
         self.notes += clear_leftovers(self.out)
         check_target(self.out, overwrite=self._overwrite)
-        with disk_errors(self.folder):
-            if self.folder.exists():
-                shutil.rmtree(self.folder)
-            self.folder.mkdir()
+        if glob.has_magic(str(self.out)):
+            self.notes.append(
+                f"stock mlx-lm takes *, ? and [ in {self.out} for a pattern: rename, or run it there with --model ."
+            )
+        with disk_errors(self.out):
+            self._partial, self._hold = make_partial(self.out)
         return self
 
     def __exit__(
@@ -126,6 +132,8 @@ class ArtifactWriter:
         finally:
             if not self._committed:
                 shutil.rmtree(self.folder, ignore_errors=True)
+            if self._hold is not None:
+                self._hold.release()
 
     def write(self, name: str, array: NDArray[Any]) -> None:
         """Append the next planned tensor; anything but that tensor is an ArtifactError."""
@@ -181,9 +189,7 @@ class ArtifactWriter:
         """Make it durable and give it its name; raises ArtifactError when a planned tensor is missing."""
         if self._left:
             shard, tensor = next(self._order)
-            raise ArtifactError(
-                f"{self._left} planned tensors were never written, first {tensor.name} of {shard.name}"[:]
-            )
+            raise ArtifactError(f"{self._left} planned tensors were never written, first {tensor.name} of {shard.name}")
         if INDEX_NAME not in self.files:
             self.add_index()
         with disk_errors(self.out):
@@ -195,13 +201,30 @@ class ArtifactWriter:
 
     def _rename(self) -> None:
         """Give the folder its name; an existing empty folder is replaced, an artifact only when asked."""
-        old = self.out.parent / f".{self.out.name}.replaced-{os.getpid()}"
-        replaces = self._overwrite and self.out.is_dir()
-        if replaces:
+        if not (self._overwrite and self.out.is_dir()):
+            self.folder.rename(self.out)
+            return
+        try:
+            hold = Hold.take(self.out, wait=True)  # another run that is replacing it now, or has just done so
+        except OSError:
+            hold = None  # no locks here
+        try:
+            if not self.out.exists():
+                self.folder.rename(self.out)
+                return
+            check_target(self.out, overwrite=True)  # whoever put something else there meanwhile keeps it
+            old = replaced_path(self.out)
             self.out.rename(old)
-        self.folder.rename(self.out)
-        if replaces:
+            try:
+                self.folder.rename(self.out)
+            except OSError:
+                with suppress(OSError):
+                    old.rename(self.out)
+                raise
             shutil.rmtree(old)
+        finally:
+            if hold is not None:
+                hold.release()
 
     def _claim(self, relpath: str) -> Path:
         path = (self.folder / relpath).resolve()
@@ -241,47 +264,6 @@ def check_target(out: Path, *, overwrite: bool = False) -> None:
         raise UserError(f"{out.parent}: no such folder, so {out.name} cannot be created in it")
     if not os.access(out.parent, os.W_OK | os.X_OK):
         raise UserError(f"{out.parent}: no permission to create {out.name} in it")
-
-
-def clear_leftovers(out: Path) -> list[str]:
-    """Put right what killed writers of ``out`` left beside it; returns a note for each.
-
-    Partial folders are removed. A kill between the two renames of an overwrite leaves only the old artifact, under
-    another name: it gets its name back.
-    """
-    notes = []
-    for path in sorted(out.parent.glob(f".{out.name}.*-*")):
-        kind, _, pid = path.name.removeprefix(f".{out.name}.").rpartition("-")
-        if kind not in ("partial", "replaced") or not pid.isdigit() or _alive(int(pid)):
-            continue
-        if kind == "replaced" and not out.exists():
-            with disk_errors(out):
-                path.rename(out)
-            notes.append(f"restored {out.name}, whose replacement was killed")
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-            notes.append(f"removed {path.name}, left by a run that was killed")
-    return notes
-
-
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError while writing ``path`` into an ArtifactError that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        hint = "free space on that disk or choose another output folder" if error.errno in _FULL else None
-        raise ArtifactError(f"{path}: cannot be written: {error.strerror or error}", hint=hint) from error
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _sync(file: IO[bytes]) -> None:
