@@ -1,8 +1,9 @@
 """Load an artifact in stock mlx-lm, in a process of its own, and say what came out.
 
 The child (``python -m tqtool.artifact.reload FOLDER --depth forward``) keeps mlx-lm and the weights out of the
-converter's memory and prints one JSON object. Nothing here knows the artifact: it reports what a stranger's loader
-built, and ``compare_modules`` holds that against the plan.
+converter's memory and prints one JSON object. It loads ``.`` from inside the folder: mlx-lm globs the path it is given,
+so that ``[``, ``*`` or ``?`` in it would find nothing or something else. Nothing here knows the artifact: it reports
+what a stranger's loader built, and ``compare_modules`` holds that against the plan.
 """
 
 from __future__ import annotations
@@ -10,18 +11,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tqtool.artifact.leftovers import final_path
 from tqtool.errors import ArtifactError, BackendError, UserError
 from tqtool.solve.quantizer import ConfigEntry
 
 Depth = Literal["load", "forward", "none"]
 _IMPORT_FAILED = 70
+_REFUSED = 71
+_SHOWN_LINES = 4
+"""Lines of an error message that are shown; mlx-lm lists every parameter it misses."""
 _PROBE_TOKENS = (1, 2, 3, 5, 8, 13)
 
 
@@ -59,30 +66,45 @@ def reload_stock(folder: Path, *, depth: Depth, trust_remote_code: bool = False)
     """Strict lazy load of ``folder`` in stock mlx-lm and, for ``forward``, one pass over a few tokens.
 
     Raises:
-        ArtifactError: mlx-lm refuses the folder or a logit is not finite.
+        ArtifactError: mlx-lm refuses the folder, a logit is not finite, or the child ended without an answer.
         BackendError: mlx-lm cannot be imported, or the child was killed.
     """
     command = [sys.executable, "-P", "-m", "tqtool.artifact.reload", str(folder), "--depth", depth]
     if trust_remote_code:
         command.append("--trust-remote-code")
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=_child_environment())
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", check=False, env=_child_environment()
+    )
+    name = final_path(folder)
     if done.returncode == _IMPORT_FAILED:
-        raise BackendError(f"mlx-lm cannot be imported: {_last_line(done.stderr)}", hint="--check none skips it")
+        raise BackendError(f"mlx-lm cannot be imported: {_told(done.stderr)}", hint="--check none skips it")
     if done.returncode < 0:
         raise BackendError(
-            f"the process that loads {folder.name} in mlx-lm was killed by signal {-done.returncode}",
-            hint="--check load reads no weights and needs little memory",
+            f"the process that loads {name} in mlx-lm was killed by {_signal_name(-done.returncode)}",
+            hint="memory may have run out: --check load reads no weights and needs little",
         )
     if done.returncode != 0:
-        raise ArtifactError(f"stock mlx-lm does not load {folder.name}: {_last_line(done.stderr)}")
-    answer = json.loads(done.stdout)
-    if not answer["finite"]:
-        raise ArtifactError(f"{folder.name}: one forward in stock mlx-lm gave logits that are not finite")
-    return ReloadReport(
+        told = _told(done.stderr).replace(str(folder), str(name))
+        raise ArtifactError(f"stock mlx-lm does not load {name}: {told}")
+    try:
+        report, finite = _read_answer(done.stdout)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ArtifactError(
+            f"the process that loads {name} in mlx-lm ended without an answer: {_told(done.stderr or done.stdout)}"
+        ) from error
+    if not finite:
+        raise ArtifactError(f"{name}: one forward in stock mlx-lm gave logits that are not finite")
+    return report
+
+
+def _read_answer(text: str) -> tuple[ReloadReport, bool]:
+    answer = json.loads(text)
+    report = ReloadReport(
         modules={path: LoadedModule(**module) for path, module in answer["modules"].items()},
         n_logits=answer["n_logits"],
         mlx_lm_version=answer["mlx_lm_version"],
     )
+    return report, answer["finite"]
 
 
 def compare_modules(report: ReloadReport, entries: Mapping[str, ConfigEntry]) -> tuple[str, ...]:
@@ -112,17 +134,36 @@ def _child_environment() -> dict[str, str]:
     return {**os.environ, "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 
 
-def _last_line(text: str) -> str:
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "no message"
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
-def _inspect(folder: Path, depth: Depth, trust_remote_code: bool) -> dict[str, Any]:
+def _told(stderr: str) -> str:
+    """The error that ``stderr`` ends with, in one line: type and message, without traceback and earlier warnings."""
+    lines = [line.rstrip() for line in stderr.splitlines() if line.strip()]
+    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback")]
+    if starts:
+        lines = lines[starts[-1] + 1 :]
+        while lines and lines[0].startswith(" "):
+            del lines[0]
+    shown = lines[:_SHOWN_LINES] if starts else lines[-_SHOWN_LINES:]
+    if not shown:
+        return "no message"
+    left = len(lines) - len(shown)
+    more = f" (and {left} more lines)" if starts and left else ""
+    return " ".join(line.strip() for line in shown) + more
+
+
+def _inspect(depth: Depth, trust_remote_code: bool) -> dict[str, Any]:
+    """What stock mlx-lm makes of the current folder."""
     import mlx.core as mx
     import mlx_lm
     from mlx_lm.utils import load_model
 
-    model, config = load_model(folder, lazy=True, strict=True, trust_remote_code=trust_remote_code)
+    model, config = load_model(Path(), lazy=True, strict=True, trust_remote_code=trust_remote_code)
     finite, n_logits = True, 0
     if depth == "forward":
         vocab = int(config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 2))
@@ -165,8 +206,14 @@ def main() -> int:
     except ImportError as error:
         sys.stderr.write(f"{error}\n")
         return _IMPORT_FAILED
-    answer = _inspect(arguments.folder, arguments.depth, arguments.trust_remote_code)
-    json.dump(answer, sys.stdout)
+    stdout, sys.stdout = sys.stdout, sys.stderr  # whatever mlx-lm prints is not the answer
+    try:
+        os.chdir(arguments.folder)
+        answer = _inspect(arguments.depth, arguments.trust_remote_code)
+    except Exception:  # noqa: BLE001 - the parent says it in one line
+        traceback.print_exc()
+        return _REFUSED
+    json.dump(answer, stdout)
     return 0
 
 
