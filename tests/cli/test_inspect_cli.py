@@ -190,3 +190,16 @@ def test_damage_is_an_error(tqtool: Tqtool, tmp_path: Path, damage: str) -> None
     assert answer.out == ""
     assert answer.err.startswith(f"error: {folder / damage}: ")
     assert "Traceback" not in answer.err
+
+
+def test_values_are_read_when_asked_for(tmp_path: Path, tqtool: Tqtool) -> None:
+    tiny = Tiny()
+    source = write_tiny(tmp_path / "source", tiny)
+    assert json.loads(tqtool("inspect", source, "--json").out)["values"] is None
+    assert json.loads(tqtool("inspect", source, "--json", "--values").out)["values"] == "every weight is finite"
+    tensors = tiny.tensors()
+    tensors["model.norm.weight"][3] = np.inf
+    write_weights(source, tensors)
+    report = json.loads(tqtool("inspect", source, "--json", "--values").out)
+    assert "model.norm.weight: 1 of 128 values are inf or NaN" in report["values"]
+    assert [verb["possible"] for verb in report["verbs"]] == [False, False]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 HELP = """Show what a model is and what each verb would do with it.
 
 PATH is a model folder, a hub id or a GGUF file; quantized models and artifacts of tqtool are described too. Only
-headers and configuration are read.
+headers and configuration are read; with --values every weight is too, and must be finite.
 """
 WASTE_SHOWN = 0.0005
 """Share of padded weights from which a module is worth a line."""
@@ -27,13 +27,14 @@ def register(app: typer.Typer) -> None:
 def inspect(
     path: Annotated[str, typer.Argument(metavar="PATH", help="Model folder, hub id or GGUF file.")],
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
+    values: Annotated[bool, typer.Option("--values", help="Read every weight too: are all of them finite?")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Parse, look, render."""
     from tqtool.cli.render import emit_json
     from tqtool.pipeline.inspection import inspect_model
 
-    report = inspect_model(path, revision=revision)
+    report = inspect_model(path, revision=revision, read_values=(lambda size, name: None) if values else None)
     if as_json:
         emit_json(report.to_json())
         return
@@ -69,6 +70,7 @@ def show_facts(report: Inspection) -> None:
         ("shape", ", ".join(f"{name} {value}" for name, value in shape.items() if value is not None)),
         ("head", report.head),
         ("tokenizer", report.tokenizer),
+        ("values", report.values or "not read (--values does)"),
         *([("kv cache", f"{cache} per 1024 tokens in bf16")] if cache else []),
         *(("warning", warning) for warning in report.warnings),
     ]

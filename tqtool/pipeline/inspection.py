@@ -1,4 +1,4 @@
-"""What a checkpoint is and what each verb would do with it: headers, index and config are read, no weight is.
+"""What a checkpoint is and what each verb would do with it, from headers, index and config; weights only if asked.
 
 Never refuses what it can describe: quantized models, artifacts of tqtool and GGUF files are reported as such, and a
 verb that would refuse is a row with the reason.
@@ -10,17 +10,25 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tqtool.errors import TqError
+from tqtool.errors import NumericalError, TqError
 from tqtool.formats.manifest import MANIFEST_NAME
 from tqtool.formats.trellis import specs_from_config
-from tqtool.pipeline.outlook import Outlook, PaddingRow, VerbRow, gguf_outlook, outlook, quantized_outlook
+from tqtool.pipeline.outlook import (
+    Outlook,
+    PaddingRow,
+    VerbRow,
+    damaged_outlook,
+    gguf_outlook,
+    outlook,
+    quantized_outlook,
+)
 from tqtool.source.checkpoint import Checkpoint, open_checkpoint
-from tqtool.source.checks import quantization_evidence
+from tqtool.source.checks import check_finite, quantization_evidence
 from tqtool.source.config import text_config
 from tqtool.source.gguf.families import TABLES
 from tqtool.source.gguf.reader import MAGIC, GgufFile, read_gguf
@@ -76,7 +84,8 @@ class Inspection:
     """The whole report.
 
     ``kind`` is ``float`` (a source every verb takes), ``quantized``, ``artifact`` (written by tqtool) or ``gguf``;
-    ``parameters`` counts weights before packing and is None where the packing is not understood.
+    ``parameters`` counts weights before packing and is None where the packing is not understood. ``values`` says what
+    reading every weight found; None if that was not asked for.
     """
 
     path: str
@@ -93,6 +102,7 @@ class Inspection:
     head: str
     sizes: Sizes
     tokenizer: str
+    values: str | None
     types: tuple[TypeRow, ...]
     groups: tuple[TensorGroup, ...]
     verbs: tuple[VerbRow, ...]
@@ -104,8 +114,15 @@ class Inspection:
         return asdict(self)
 
 
-def inspect_model(path_or_id: str, *, revision: str | None = None) -> Inspection:
+def inspect_model(
+    path_or_id: str, *, revision: str | None = None, read_values: Callable[[float, str], None] | None = None
+) -> Inspection:
     """Describe a model folder, a hub id or a GGUF file.
+
+    Args:
+        path_or_id: What to look at.
+        revision: Branch, tag or commit of a hub id.
+        read_values: Given, every weight is read too and must be finite; called with bytes and tensor name as they pass.
 
     Raises:
         SourceError: it is damaged or incomplete, so that nothing about it can be trusted.
@@ -116,7 +133,11 @@ def inspect_model(path_or_id: str, *, revision: str | None = None) -> Inspection
     evidence = quantization_evidence(
         checkpoint.path, checkpoint.config, {name: ref.dtype for name, ref in checkpoint.tensors.items()}
     )
-    view = outlook(checkpoint) if evidence is None else quantized_outlook(evidence)
+    values, is_finite = (None, True) if read_values is None else _read_values(checkpoint, read_values)
+    if not is_finite:
+        view = damaged_outlook(f"{values}")
+    else:
+        view = outlook(checkpoint) if evidence is None else quantized_outlook(evidence)
     is_artifact = (checkpoint.path / MANIFEST_NAME).is_file()
     return Inspection(
         path=str(checkpoint.path),
@@ -133,12 +154,21 @@ def inspect_model(path_or_id: str, *, revision: str | None = None) -> Inspection
         head=_head(checkpoint),
         sizes=_sizes(checkpoint.config),
         tokenizer=_tokenizer(checkpoint.path),
+        values=values,
         types=_types((r.dtype.value, math.prod(r.shape), r.nbytes) for r in checkpoint.tensors.values()),
         groups=_groups(checkpoint, view),
         verbs=view.verbs,
         padding=view.padding,
         warnings=checkpoint.warnings,
     )
+
+
+def _read_values(checkpoint: Checkpoint, progress: Callable[[float, str], None]) -> tuple[str, bool]:
+    try:
+        check_finite(checkpoint, progress)
+    except NumericalError as error:
+        return error.message, False
+    return "every weight is finite", True
 
 
 def _is_gguf(path: Path) -> bool:
@@ -171,6 +201,7 @@ def _inspect_gguf(file: GgufFile) -> Inspection:
         head="its own tensor" if "output.weight" in file.tensors else "tied to the embedding",
         sizes=_sizes(config),
         tokenizer=_gguf_tokenizer(file),
+        values=None,
         types=_types((t.kind.name, t.n_elements, t.nbytes) for t in file.tensors.values()),
         groups=tuple(
             TensorGroup(

@@ -14,6 +14,7 @@ from tqtool.errors import TqError
 from tqtool.formats.trellis import TrellisSpec
 from tqtool.pipeline.convert import ConvertRequest, plan_convert
 from tqtool.pipeline.job import Job
+from tqtool.pipeline.plan import product_text
 from tqtool.pipeline.rules import DEFAULT_BITS, DEFAULT_GROUP, Packed
 from tqtool.pipeline.trellis import TrellisRequest, plan_trellis
 from tqtool.solve.trellis import TrellisOptions, TrellisPacked
@@ -132,6 +133,14 @@ def quantized_outlook(evidence: str) -> Outlook:
     return Outlook(verbs=(*rows, VerbRow(verb="generate, eval", possible=True, detail="loads it, or says why not")))
 
 
+def damaged_outlook(problem: str) -> Outlook:
+    """The verbs' view of a checkpoint with weights that are not finite."""
+    hint = "the source weights are damaged; take them from another download"
+    return Outlook(
+        verbs=tuple(VerbRow(verb=verb, possible=False, detail=problem, hint=hint) for verb in ("convert", "trellis"))
+    )
+
+
 def gguf_outlook(file: GgufFile) -> Outlook:
     """What ``import-gguf`` would make of a file, or why it would not."""
     try:
@@ -176,7 +185,7 @@ def _tensor_rows(packed: Job | None, rotated: Job | None, coded: Job | None) -> 
     """By source tensor. The rows of an untied head are left to the verb's own line: it has no tensor yet."""
     if packed is None:
         return {}
-    folds = {} if rotated is None else {row.tensor: "  ".join(row.folds) or "as is" for row in rotated.plan.rows}
+    folds = {} if rotated is None else {row.tensor: product_text(row.folds) or "as is" for row in rotated.plan.rows}
     codes = {} if coded is None else {row.tensor: row.quantizer for row in coded.plan.rows}
     rows = {
         row.source: TensorOutlook(

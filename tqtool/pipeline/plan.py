@@ -128,12 +128,22 @@ class RowGroup:
     remark: str
 
 
+def product_text(folds: Sequence[str]) -> str:
+    """Folds as one product: ``("· diag(g)", "· R[…]")`` → ``W · diag(g) · R[…]``; empty without any."""
+    left = [fold for fold in folds if fold.endswith("·")]
+    right = [fold for fold in folds if fold.startswith("·")]
+    rest = [fold for fold in folds if fold not in left and fold not in right]
+    product = [" ".join((*reversed(left), "W", *right))] if left or right else []
+    return "; ".join(product + rest)
+
+
 def grouped_rows(rows: Sequence[JobRow]) -> tuple[RowGroup, ...]:
     """Fold layers together: what a person can read of a plan."""
     groups: dict[tuple[str, str, tuple[int, ...], str], list[JobRow]] = {}
     for row in rows:
         pattern = re.sub(r"\.\d+\.", ".*.", row.module or row.tensor)
-        remark = "; ".join((*row.notes, *(re.sub(r"\.\d+\.", ".*.", fold) for fold in row.folds)))
+        folds = product_text(tuple(re.sub(r"\.\d+\.", ".*.", fold) for fold in row.folds))
+        remark = "; ".join((*row.notes, folds)) if folds else "; ".join(row.notes)
         groups.setdefault((pattern, row.quantizer, row.shape, re.sub(r"lane \d+", "lane n", remark)), []).append(row)
     return tuple(
         RowGroup(
