@@ -133,9 +133,9 @@ def test_sampling_repeats_with_its_seed(work):
         (("eval", "kl", "packed", "--teacher", "packed"), 2, "packed: the dump cannot be read"),
         (("eval", "kl", "packed", "--teacher", "dump", "--text", "absent"), 2, "absent: cannot be read"),
         (("eval", "kl", "packed", "--teacher", "dump", "--flips", -2), 2, "--flips"),
-        (("eval", "ppl", "packed", "--text", "absent"), 2, "expected a UTF-8 text file"),
+        (("eval", "ppl", "absent", "--text", "absent"), 2, "expected a UTF-8 text file"),
         (("eval", "ppl", "packed", "--text", "text.txt", "-c", 999), 2, "not one window fits"),
-        (("teacher", "packed", "new", "--text", "absent"), 2, "expected a UTF-8 text file"),
+        (("teacher", "absent", "new", "--text", "absent"), 2, "expected a UTF-8 text file"),
         (("teacher", "packed", "packed", "--text", "text.txt", "--force"), 2, "packed: is a folder"),
         (("teacher", "packed", "text.txt/new", "--text", "text.txt"), 4, "text.txt/new: cannot be written"),
     ],
@@ -173,6 +173,7 @@ def test_flips_are_a_table_when_asked_for(work):
         margins = f"{flip['teacher_margin']:.4f} {flip['model_margin']:.4f}"
         tokens = f"{word(theirs)!r} ({theirs}) → {word(ours)!r} ({ours})"
         assert " ".join(line.split()) == f"{flip['window']} {flip['position']} {margins} {tokens}"
+    assert "0 of 0 flips" in tqtool("eval", "kl", work / "packed-fake", *arguments[3:], "--flips", 3).stdout
     assert len(json.loads(tqtool(*arguments, "--flips", 0, "--json").stdout)["flips"]) == 0
     assert len(json.loads(tqtool(*arguments, "--flips", -1, "--json").stdout)["flips"]) == report["flip_count"]
 

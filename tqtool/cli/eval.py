@@ -80,7 +80,7 @@ def kl(
         ("scored", f"{report.tokens} tokens, {report.windows} windows, {report.tokens_per_s:.0f} tokens/s"),
     ]
     emit_table(("model", report.model), rows)
-    if report.flips:
+    if listed:
         _emit_flips(loaded, report)
 
 
