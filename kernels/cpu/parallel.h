@@ -10,7 +10,8 @@
 namespace tq {
 
 // Run body(begin, end) over [0, count) in pieces of `grain`, on `threads` threads (0: one per core). Each item is computed by exactly
-// one call whatever the number of threads, so results never depend on it. The first exception is rethrown.
+// one call whatever the number of threads, so results never depend on it. The first exception is rethrown. Where the system gives fewer
+// threads (a limit, no memory for a stack), those there are do all the work, the caller's own at least.
 template <class Body> void parallel_for(size_t count, size_t grain, int threads, Body body) {
   size_t want = threads > 0 ? (size_t)threads : std::thread::hardware_concurrency();
   const size_t pieces = (count + grain - 1) / grain;
@@ -29,7 +30,11 @@ template <class Body> void parallel_for(size_t count, size_t grain, int threads,
     }
   };
   std::vector<std::thread> crew;
-  for (size_t i = 1; i < want; i++) crew.emplace_back(run);
+  try {
+    crew.reserve(want - 1);
+    while (crew.size() + 1 < want) crew.emplace_back(run);
+  } catch (...) {  // a thread that did not start: leaving here would destroy joinable threads, which terminates
+  }
   run();
   for (auto &member : crew) member.join();
   if (failure) std::rethrow_exception(failure);
