@@ -16,7 +16,7 @@ from tqtool.formats.trellis import spec_for
 from tqtool.mathx import codes
 
 def limit(spare):
-    '''No more than ``spare`` bytes of address space from here on: 8 MB stacks and big buffers are refused, to root too.'''
+    '''No more than ``spare`` bytes of address space from here on: 8 MB stacks and big buffers are refused.'''
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + spare, resource.RLIM_INFINITY))
 
