@@ -178,17 +178,6 @@ def check_closed(states: NDArray[np.uint16], k: int, window: int) -> None:
         raise ArtifactError(f"trellis block {block}, step {step}: the state does not continue the step before it")
 
 
-def check_tensors(module: str, spec: TrellisSpec, words: NDArray[Any], scales: NDArray[Any]) -> None:
-    """Raise ArtifactError unless the stored tensors have the shapes and dtypes that ``spec`` promises."""
-    for name, array, dtype, shape in (
-        ("weight", words, np.uint32, spec.words_shape),
-        ("scales", scales, np.float16, (spec.rows,)),
-    ):
-        if array.dtype != dtype or array.shape != shape:
-            expected = f"{np.dtype(dtype).name} {list(shape)}"
-            raise ArtifactError(f"{module}.{name}: expected {expected}, found {array.dtype.name} {list(array.shape)}")
-
-
 def specs_from_config(config: dict[str, Any]) -> dict[str, TrellisSpec]:
     """All trellis modules that a config.json names; empty if it has no ``trellis``, ArtifactError if malformed."""
     section = config.get("trellis")
