@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.support.conversions import plan
 from tests.support.tensors import all_files
 from tests.support.tiny_models import Tiny, write_tiny
 from tqtool.artifact.verify import verify_artifact
@@ -28,8 +29,11 @@ CHILD = """
 import sys, json
 from pathlib import Path
 from tests.support.conversions import Q4, plan
+from tqtool.formats.dtypes import DType
 source, out, options = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
 options["packing"] = Q4 if options.pop("packed") else None
+if "dtype" in options:
+    options["dtype"] = DType.F32
 job = plan(source, out, **options)
 job.run()
 status = Path("/proc/self/status").read_text().splitlines()
@@ -88,6 +92,7 @@ def test_peak_memory_is_bounded_and_independent_of_the_models_size(tmp_path: Pat
         "packed": {"packed": True},
         "rotated": {"packed": True, "rotation_seed": 42},
         "folded": {"packed": False, "rotation_seed": 42},
+        "cast": {"packed": False, "dtype": "f32"},
     }
     for name, options in arms.items():
         first = peak_of(small, tmp_path / f"{name}-small", **options)
@@ -99,6 +104,31 @@ def test_peak_memory_is_bounded_and_independent_of_the_models_size(tmp_path: Pat
         assert second["peak"] - first["peak"] < 0.1 * (sizes[1] - sizes[0]), (name, first, second)
         # The plan's estimate is an upper bound and not a wild one.
         assert 0.5 * second["estimate"] <= second["peak"] <= 1.1 * second["estimate"], (name, second)
+
+
+def check_peak(folder: Path, depth: str) -> int:
+    """Peak memory of the reload check, whose only child it is."""
+    code = f"""
+import resource, subprocess, sys
+subprocess.run([sys.executable, "-P", "-m", "tqtool.artifact.reload", {str(folder)!r}, "--depth", {depth!r}],
+               check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
+"""
+    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="ru_maxrss is in KiB on Linux only")
+def test_the_forward_check_holds_one_layer_at_a_time(tmp_path: Path) -> None:
+    """Ten layers of 33 MB in bf16 may add what two of them weigh, not ten."""
+    peaks = {}
+    for layers in (1, 10):
+        source, out = write_wide(tmp_path / f"source{layers}", layers), tmp_path / f"out{layers}"
+        job = plan(source, out, packing=None)
+        job.run()
+        peaks[layers] = check_peak(out, "forward")
+        assert peaks[layers] <= 1.1 * job.plan.totals.check_memory_bytes
+    assert peaks[10] - peaks[1] < 2 * 33_600_000
 
 
 SLOW_CHILD = """

@@ -38,7 +38,7 @@ def test_a_forward_that_does_not_fit_becomes_a_load(monkeypatch: pytest.MonkeyPa
     assert affordable_depth("forward", 10**9) == ("forward", None)
     depth, reason = affordable_depth("forward", 5 * 10**9)
     assert depth == "load"
-    assert "needs about 6.13 GB of memory, 4.00 GB are available" in (reason or "")
+    assert "needs about 5.00 GB of memory, 4.00 GB are available" in (reason or "")
     assert affordable_depth("none", 5 * 10**9) == ("none", None)
 
 

@@ -164,17 +164,49 @@ def _inspect(depth: Depth, trust_remote_code: bool) -> dict[str, Any]:
     from mlx_lm.utils import load_model
 
     model, config = load_model(Path(), lazy=True, strict=True, trust_remote_code=trust_remote_code)
+    modules = {path: asdict(_module(module)) for path, module in _quantizable(model)}
     finite, n_logits = True, 0
     if depth == "forward":
         vocab = int(config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 2))
+        mx.set_cache_limit(0)  # what a layer frees goes back to the system, not to the next one
+        _stream_layers(model)
         logits = model(mx.array([[token % vocab for token in _PROBE_TOKENS]]))
         finite, n_logits = bool(mx.isfinite(logits).all().item()), int(logits.size)
     return {
-        "modules": {path: asdict(_module(module)) for path, module in _quantizable(model)},
+        "modules": modules,
         "finite": finite,
         "n_logits": n_logits,
         "mlx_lm_version": str(mlx_lm.__version__),
     }
+
+
+def _stream_layers(model: Any) -> None:
+    """Make every decoder layer forget its weights once it has run, so that one forward holds one layer at a time.
+
+    A model without a list of layers under mlx-lm's usual name is run as it is.
+    """
+    layers = getattr(model, "layers", None)
+    if isinstance(layers, list):
+        layers[:] = [_StreamedLayer(layer) for layer in layers]
+
+
+class _StreamedLayer:
+    """A decoder layer for one call; everything but the call is the layer's own."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        import mlx.core as mx
+        from mlx.utils import tree_map
+
+        result = self._layer(*arguments, **options)
+        mx.eval(result)
+        self._layer.update(tree_map(lambda array: mx.zeros(0), self._layer.parameters()))
+        return result
 
 
 def _quantizable(model: Any) -> list[tuple[str, Any]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from tqtool.cli.render import emit_json, emit_line, emit_table, progress
+from tqtool.cli.render import emit_json, emit_line, emit_table, note, progress
 
 
 class FloatType(StrEnum):
@@ -36,7 +36,8 @@ def register(app: typer.Typer) -> None:
         plan: ImportPlan = plan_import(file, out, dtype=DType[dtype.name])
         if not dry_run:
             with progress("import", plan.n_parameters, quiet=as_json) as advance:
-                run_import(plan, advance)
+                for line in run_import(plan, advance):
+                    note(f"note: {line}")
         if as_json:
             emit_json({**plan.to_json(), "written": not dry_run})
             return
@@ -49,7 +50,7 @@ def register(app: typer.Typer) -> None:
             ("head", head),
             ("undone", ", ".join(f"{name}: {count} tensors" for name, count in plan.edits.items()) or "nothing"),
             ("files", ", ".join(sorted(plan.tokenizer.files))),
-            *(("note", note) for note in plan.tokenizer.notes),
+            *(("note", line) for line in plan.tokenizer.notes),
         ]
         emit_table(("", ""), rows, title="would write" if dry_run else "wrote")
         emit_line(str(out))

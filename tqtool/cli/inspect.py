@@ -109,18 +109,19 @@ def show_verbs(report: Inspection) -> None:
         reasons.add(row.detail)
         size = row.estimate
         figures = (
-            ("", "", "", "")
+            ("", "", "", "", "")
             if size is None
             else (
                 readable_bytes(size.tensor_bytes),
                 f"{size.bits_per_weight:.3f}",
                 readable_bytes(size.disk_bytes),
                 readable_bytes(size.peak_memory_bytes),
+                f"+ {readable_bytes(size.check_memory_bytes)}",
             )
         )
         rows.append((row.verb, "yes" if row.possible else "no", *figures, detail))
     emit_line()
-    emit_table(("verb", "", "weights", "bits/weight", "disk", "memory", "what it would do"), rows)
+    emit_table(("verb", "", "weights", "bits/weight", "disk", "memory", "check", "what it would do"), rows)
     for warning in dict.fromkeys(warning for row in report.verbs for warning in row.warnings):
         emit_line(f"warning: {warning}")
     if report.padding:

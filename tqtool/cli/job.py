@@ -79,7 +79,10 @@ def show_plan(plan: JobPlan, *, as_json: bool) -> None:
     emit_line(f"result     {summary(plan)}")
     if totals.parameters != totals.source_parameters:
         emit_line(f"           {totals.bits_per_source_weight:.3f} bits per weight of the source (the head is untied)")
-    emit_line(f"memory     about {readable_bytes(totals.peak_memory_bytes)} at the peak")
+    check = readable_bytes(totals.check_memory_bytes)
+    emit_line(
+        f"memory     about {readable_bytes(totals.peak_memory_bytes)} at the peak, plus {check} for --check forward"
+    )
     emit_line(f"disk       {readable_bytes(totals.disk_bytes)}")
     for line in plan.warnings:
         emit_line(f"warning    {line}")
@@ -126,7 +129,7 @@ def run_job(
     from tqtool.pipeline.job import silent
     from tqtool.pipeline.preflight import affordable_depth
 
-    depth, reduced = affordable_depth(depth, job.plan.totals.tensor_bytes)
+    depth, reduced = affordable_depth(depth, job.plan.totals.check_memory_bytes)
     for line in (*job.plan.warnings, *job.plan.notes, *job.plan.hints, *([reduced] if reduced else [])):
         note(f"note: {line}")
 

@@ -31,7 +31,8 @@ def emit_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, titl
     for row in rows:
         table.add_row(*[str(cell) for cell in row])
     width = None if sys.stdout.isatty() else 160
-    Console(width=width, highlight=False).print(table)
+    # Names and paths are data: "[a]" in one is no markup.
+    Console(width=width, highlight=False, markup=False, emoji=False).print(table)
 
 
 def emit_line(text: str = "") -> None:

@@ -107,7 +107,7 @@ def plan_import(path: Path, out: Path, *, dtype: DType) -> ImportPlan:
     )
 
 
-def run_import(plan: ImportPlan, progress: Progress | None = None) -> None:
+def run_import(plan: ImportPlan, progress: Progress | None = None) -> tuple[str, ...]:
     """Write the folder; it appears under its name only when whole.
 
     Peak memory is about the largest stored tensor plus a few MB. ``progress(weights, tensor name)``.
@@ -128,6 +128,7 @@ def run_import(plan: ImportPlan, progress: Progress | None = None) -> None:
             writer.add_bytes(name, data)
         writer.add_bytes(IMPORT_RECORD, _json(record))
         writer.commit()
+    return tuple(writer.notes)
 
 
 def _record(plan: ImportPlan) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class Estimate:
     bits_per_weight: float
     disk_bytes: int
     peak_memory_bytes: int
+    check_memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +178,7 @@ def _verb_row(verb: str, job: Job, checkpoint: Checkpoint) -> VerbRow:
         bits_per_weight=totals.bits_per_source_weight,
         disk_bytes=totals.disk_bytes,
         peak_memory_bytes=totals.peak_memory_bytes,
+        check_memory_bytes=totals.check_memory_bytes,
     )
     return VerbRow(verb=verb, possible=True, detail="; ".join(parts), estimate=estimate, warnings=plan.warnings)
 

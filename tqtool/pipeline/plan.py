@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tqtool.solve.quantizer import Quantizer, RowQuantizer, StoredTensor, scratch_bytes
+from tqtool.solve.rtn import FloatStore
 from tqtool.source.checkpoint import Checkpoint
 from tqtool.transform.plan import OutputTensor
 
+_LAYER = re.compile(r"\.\d+\.")
+
 BASE_MEMORY_BYTES = 80 << 20
 """Interpreter, numpy and MLX: measured 75 MB, see tests/e2e/test_convert_limits.py."""
+
+
+CHECK_BASE_BYTES = 290 << 20
+"""mlx-lm with transformers in a process of its own, no weight read: measured 273 MB."""
+CHECK_TRELLIS_BYTES = 64
+"""Scratch per weight of stock mlx-lm when the shipped model file decodes a trellis layer; measured 58."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +72,8 @@ class JobTotals:
 
     ``bits_per_weight`` divides all stored tensor bytes by the artifact's parameters, as mlx-lm does;
     ``bits_per_source_weight`` by the source's, so that an untied head is not counted as free parameters.
-    ``code_bits_per_weight`` leaves scales and biases out.
+    ``code_bits_per_weight`` leaves scales and biases out. ``check_memory_bytes`` is what the forward check of the
+    written artifact takes in a process of its own, while this one still holds what it has.
     """
 
     tensors: int
@@ -75,6 +86,7 @@ class JobTotals:
     bits_per_source_weight: float
     code_bits_per_weight: float
     peak_memory_bytes: int
+    check_memory_bytes: int
     disk_bytes: int
 
 
@@ -141,8 +153,8 @@ def grouped_rows(rows: Sequence[JobRow]) -> tuple[RowGroup, ...]:
     """Fold layers together: what a person can read of a plan."""
     groups: dict[tuple[str, str, tuple[int, ...], str], list[JobRow]] = {}
     for row in rows:
-        pattern = re.sub(r"\.\d+\.", ".*.", row.module or row.tensor)
-        folds = product_text(tuple(re.sub(r"\.\d+\.", ".*.", fold) for fold in row.folds))
+        pattern = _LAYER.sub(".*.", row.module or row.tensor)
+        folds = product_text(tuple(_LAYER.sub(".*.", fold) for fold in row.folds))
         remark = "; ".join((*row.notes, folds)) if folds else "; ".join(row.notes)
         groups.setdefault((pattern, row.quantizer, row.shape, re.sub(r"lane \d+", "lane n", remark)), []).append(row)
     return tuple(
@@ -175,6 +187,7 @@ def totals_of(checkpoint: Checkpoint, works: Sequence[Work], *, n_shards: int, o
         bits_per_source_weight=8 * tensor_bytes / max(1, source_parameters),
         code_bits_per_weight=8 * code_bytes / max(1, parameters),
         peak_memory_bytes=peak_memory_bytes(checkpoint, works),
+        check_memory_bytes=check_memory_bytes(works),
         disk_bytes=tensor_bytes + other_bytes,
     )
 
@@ -187,7 +200,22 @@ def peak_memory_bytes(checkpoint: Checkpoint, works: Sequence[Work]) -> int:
 
 def _live_bytes(checkpoint: Checkpoint, work: Work) -> int:
     """Bytes alive at once for one tensor: first source and float32 copy, then float32 and result."""
+    source = checkpoint.tensors[work.output.source].nbytes
     if not work.output.ops and isinstance(work.quantizer, RowQuantizer):
-        return work.stored_bytes
-    float32 = 4 * work.parameters
-    return float32 + max(checkpoint.tensors[work.output.source].nbytes, work.stored_bytes)
+        # A cast reads its tensor at once; packing reads rows, and what they need is its scratch.
+        return work.stored_bytes + (source if isinstance(work.quantizer, FloatStore) else 0)
+    return 4 * work.parameters + max(source, work.stored_bytes)
+
+
+def check_memory_bytes(works: Sequence[Work]) -> int:
+    """Estimate of the forward check: mlx-lm, what lies outside the layers, and the largest layer.
+
+    Layers are let go one by one (``tqtool.artifact.reload``); an embedding or a head stays.
+    """
+    layers: Counter[str] = Counter()
+    for work in works:
+        match = _LAYER.search(work.output.name)
+        layers[match.group() if match else ""] += work.stored_bytes
+    outside = layers.pop("", 0)
+    coded = max((work.parameters for work in works if work.quantizer.config_entry() is None), default=0)
+    return CHECK_BASE_BYTES + outside + max(layers.values(), default=0) + CHECK_TRELLIS_BYTES * coded

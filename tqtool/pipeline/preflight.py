@@ -10,9 +10,6 @@ from tqtool.artifact.reload import Depth
 from tqtool.errors import ArtifactError
 
 _DISK_MARGIN = 1.02
-FORWARD_FACTOR = 1.1
-FORWARD_BASE_BYTES = 600 << 20
-"""mlx-lm with transformers and a forward over six tokens, without the weights."""
 
 
 def require_disk(parent: Path, needed_bytes: int) -> None:
@@ -33,17 +30,16 @@ def memory_note(needed_bytes: int) -> str | None:
     return f"the job needs about {readable_bytes(needed_bytes)} of memory, {readable_bytes(available)} are available"
 
 
-def affordable_depth(depth: Depth, weight_bytes: int) -> tuple[Depth, str | None]:
+def affordable_depth(depth: Depth, needed_bytes: int) -> tuple[Depth, str | None]:
     """``depth``, or ``load`` with the reason when a forward would need more memory than there is.
 
-    A forward holds every weight; being killed for memory would throw away a finished artifact.
+    Being killed for memory would throw away a finished artifact.
     """
-    needed = int(weight_bytes * FORWARD_FACTOR) + FORWARD_BASE_BYTES
     available = available_memory_bytes()
-    if depth != "forward" or available is None or needed <= available:
+    if depth != "forward" or available is None or needed_bytes <= available:
         return depth, None
     return "load", (
-        f"the forward check is reduced to a load check: it needs about {readable_bytes(needed)} of memory, "
+        f"the forward check is reduced to a load check: it needs about {readable_bytes(needed_bytes)} of memory, "
         f"{readable_bytes(available)} are available"
     )
 
