@@ -1,0 +1,116 @@
+"""Block UDU factors of a Hessian, and the loss that error feedback minimizes.
+
+For symmetric positive definite H ``[n, n]`` let ``H = R·Rᵀ`` with R upper triangular (a Cholesky factor from the last
+row up). Cut the columns into blocks of any widths; R_kk is the diagonal block of block k. Then
+
+    U[:, k] = R[:, k] · R_kk⁻¹        unit block upper triangular
+    D_k     = R_kk · R_kkᵀ            so that H = U · diag(D) · Uᵀ, whatever the cuts
+
+and for a matrix of errors E ``[rows, n]`` (served minus wanted)
+
+    tr(E·H·Eᵀ) = Σ_k tr(e_k·D_k·e_kᵀ),   e_k = E_k + Σ_{j<k} E_j·U_jk.
+
+So if the blocks are coded first to last and block k is asked for ``W_k − Σ_{j<k} E_j·U_jk``, then e_k is what the coder
+itself got wrong, and nothing else is left of the loss. This is LDLQ (QuIP#, arXiv 2402.04396, §2; there from the last
+block to the first, with H = L·D·Lᵀ) and, with blocks of one column, GPTQ (arXiv 2210.17323): its upper factor of H⁻¹ is
+R⁻¹, and W minus the feedback is its updated weight. Within a block, R_kk is in turn the factor of D_k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tqtool.errors import NumericalError
+
+LOSS_ROWS = 1024
+"""Rows of errors whose loss is summed at once: bounds the temporary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpperFactor:
+    """``H = root·rootᵀ``.
+
+    Attributes:
+        root: R, float64 ``[n, n]``, upper triangular, positive diagonal.
+    """
+
+    root: NDArray[np.float64]
+
+    @property
+    def width(self) -> int:
+        """Columns, n."""
+        return int(self.root.shape[0])
+
+    def feedback(self, start: int, stop: int) -> NDArray[np.float64]:
+        """U above the block of columns ``start:stop``, ``[start, stop - start]``."""
+        above, corner = self.root[:start, start:stop], self.root[start:stop, start:stop]
+        if stop - start == 1:
+            return above / corner
+        from scipy.linalg import solve_triangular  # when used: it loads an OpenBLAS before the runtime can bind one
+
+        solved: NDArray[np.float64] = solve_triangular(corner, above.T, trans="T", check_finite=False).T
+        return solved
+
+    def corner(self, start: int, stop: int) -> NDArray[np.float64]:
+        """R_kk of the block, ``[stop - start, stop - start]``: e·D·eᵀ is the squared norm of e·R_kk."""
+        return self.root[start:stop, start:stop]
+
+    def curvature(self, start: int, stop: int) -> NDArray[np.float64]:
+        """D_k of the block, ``[stop - start, stop - start]``."""
+        corner = self.corner(start, stop)
+        return corner @ corner.T
+
+
+def upper_factor(matrix: NDArray[np.floating]) -> UpperFactor:
+    """Factor a symmetric matrix ``[n, n]`` in float64; only one triangle is read.
+
+    Raises:
+        NumericalError: The matrix is not positive definite, or not finite.
+    """
+    reversed_ = np.asarray(matrix, np.float64)[::-1, ::-1]
+    try:
+        lower = np.linalg.cholesky(reversed_)
+    except np.linalg.LinAlgError as error:
+        raise NumericalError(
+            f"a Hessian of width {matrix.shape[0]} is not positive definite", hint="more damping or more data"
+        ) from error
+    root = np.ascontiguousarray(lower[::-1, ::-1])
+    if not np.isfinite(root).all():
+        raise NumericalError(f"a Hessian of width {matrix.shape[0]} is not finite")
+    return UpperFactor(root=root)
+
+
+def block_udu(matrix: NDArray[np.floating], width: int) -> tuple[NDArray[np.float64], tuple[NDArray[np.float64], ...]]:
+    """U ``[n, n]`` and the blocks D_k of a symmetric matrix, cut every ``width`` columns, the last block ragged."""
+    factor = upper_factor(matrix)
+    n = factor.width
+    unit = np.eye(n)
+    blocks = []
+    for start in range(0, n, width):
+        stop = min(start + width, n)
+        unit[:start, start:stop] = factor.feedback(start, stop)
+        blocks.append(factor.curvature(start, stop))
+    return unit, tuple(blocks)
+
+
+def proxy_loss(error: NDArray[np.floating], matrix: NDArray[np.floating]) -> float:
+    """``tr(E·H·Eᵀ)`` of errors ``[rows, n]``, in float64."""
+    wide = np.asarray(matrix, np.float64)
+    total = 0.0
+    for start in range(0, error.shape[0], LOSS_ROWS):
+        part = error[start : start + LOSS_ROWS].astype(np.float64)
+        total += float(np.einsum("rc,rc->", part @ wide, part))
+    return total
+
+
+def row_losses(error: NDArray[np.floating], matrix: NDArray[np.floating]) -> NDArray[np.float64]:
+    """``e·H·eᵀ`` of each row of errors ``[rows, n]``, in float64."""
+    wide = np.asarray(matrix, np.float64)
+    losses = np.empty(error.shape[0], np.float64)
+    for start in range(0, error.shape[0], LOSS_ROWS):
+        part = error[start : start + LOSS_ROWS].astype(np.float64)
+        losses[start : start + LOSS_ROWS] = np.einsum("rc,rc->r", part @ wide, part)
+    return losses
