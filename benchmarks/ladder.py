@@ -33,6 +33,7 @@ from ladder_report import plot, print_table
 ROOT = Path(__file__).parent.parent
 TQTOOL = Path(sys.executable).with_name("tqtool")
 PROMPT = "Why is the sky blue?"
+IMPORT_RECORD = "tqtool/import.json"
 CHAT_ARM = "trellis-k3-rotated"
 # What multiplies the last hidden state takes 6 bits; an embedding that is only looked up, 4: as `tqtool trellis` does.
 TIED_RULES = ("--rule", "model.embed_tokens=bits:6,group:64")
@@ -250,6 +251,7 @@ def write_report(setting: Setting, rows: list[dict[str, Any]], elapsed_s: float)
         "windows": setting.windows,
         "context": setting.context,
         "source_weights": source_weights(setting),
+        "gguf": gguf_of(setting.source),
         "cores": os.cpu_count(),
         "versions": {name: importlib.metadata.version(name) for name in ("tqtool", "mlx", "mlx-lm")},
         "elapsed_s": elapsed_s,
@@ -321,6 +323,12 @@ def storage(folder: Path) -> dict[str, str]:
     attention, mlp = how("q_proj", "k_proj", "v_proj", "o_proj"), how("gate_proj", "up_proj", "down_proj")
     embedding, head = how("embed_tokens"), "tied" if config["tie_word_embeddings"] else how("lm_head")
     return {"attention": attention, "mlp": mlp, "embedding": embedding, "head": head}
+
+
+def gguf_of(folder: Path) -> dict[str, Any] | None:
+    """File, size and tensor types of the GGUF that ``folder`` was imported from, if it was."""
+    record = folder / IMPORT_RECORD
+    return json.loads(record.read_text())["source"] if record.exists() else None
 
 
 def linear_bytes(folder: Path) -> int:

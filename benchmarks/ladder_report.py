@@ -24,6 +24,19 @@ def print_table(report: dict[str, Any]) -> None:
         right = [cell.rjust(width) for cell, width in zip(line[5:], widths[5:], strict=True)]
         print("  ".join(left + right))
     print()
+    if report["gguf"] is not None:
+        print(origin(report["gguf"]) + "\n")
+
+
+def origin(gguf: dict[str, Any]) -> str:
+    """What the reader must know of a source that was decoded from a GGUF: it is no float model."""
+    types = ", ".join(f"{count} {name}" for name, count in gguf["tensor_types"].items())
+    megabytes = gguf["size_bytes"] / 1e6
+    return (
+        f"The source was decoded from {gguf['file']} ({types}): the same model in {megabytes:.1f} MB,\n"
+        "KL 0 by construction. KL here is the distance to it, not to the float model behind it; and its weights lie\n"
+        "on a grid, which a rotation leaves and plain rounding may profit from."
+    )
 
 
 def error(estimate: dict[str, Any]) -> float:
@@ -46,6 +59,19 @@ def plot(report: dict[str, Any], path: Path) -> None:
     for (name, members), marker in zip(series.items(), "osD^vP", strict=False):
         draw(whole, name, marker, [(row["weight_bytes"] / 1e6, row) for row in members])
         draw(linear, name, marker, [(row["bits_per_linear_weight"], row) for row in members])
+    if report["gguf"] is not None:
+        size = report["gguf"]["size_bytes"] / 1e6
+        whole.axvline(size, linestyle=":", color="gray")
+        whole.annotate(
+            f"the GGUF the source was decoded from: {size:.0f} MB, KL 0",
+            (size, 0.02),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            xytext=(-4, 0),
+            rotation=90,
+            ha="right",
+            fontsize=8,
+        )
     whole.set_yscale("log")
     whole.set_xlabel("weight files, MB")
     whole.set_ylabel("mean KL to the source model, nats per token")
