@@ -15,7 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,8 @@ from tqtool.runtime.blas import ensure_blas
 from tqtool.solve.feedback import Attempt
 from tqtool.solve.gptq import GptqOptions, gptq_quantize
 from tqtool.solve.hessian import Hessian, HessianSum
-from tqtool.solve.ldlq import LdlqOptions, ldlq_encode
+from tqtool.solve.ldlq import ldlq_encode
+from tqtool.solve.ldlq_coder import LdlqOptions
 from tqtool.solve.trellis import TrellisOptions
 
 MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
@@ -117,21 +118,27 @@ def affine_arms(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Layer
         for grid in ("mlx", "search"):
             options = GptqOptions(bits=bits, group_size=64, dtype=DType.BF16, grid=grid)
             yield f"gptq {bits}b g64 {grid}", lambda a, o=options: gptq_quantize(a.name, a.weight, a.hessian, o)
-        options = GptqOptions(bits=bits, group_size=64, dtype=DType.BF16, static_groups=True, act_order=True)
-        yield f"gptq {bits}b g64 act-order", lambda a, o=options: gptq_quantize(a.name, a.weight, a.hessian, o)
+            ordered = replace(options, static_groups=True, act_order=True)
+            yield (
+                f"gptq {bits}b g64 {grid} act-order",
+                lambda a, o=ordered: gptq_quantize(a.name, a.weight, a.hessian, o),
+            )
 
 
 def trellis_arms(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Layer], object]]]:
     for k in args.k:
         code = TrellisOptions(k=k)
-        for axis, columns in ((1, 1), (0, 1), (0, 4), (0, 16)):
-            options = LdlqOptions(trellis=code, columns=columns)
+        for axis, columns, order in (
+            (1, 1, "natural"),
+            *((0, b, o) for o in ("natural", "curvature") for b in (1, 16)),
+        ):
+            options = LdlqOptions(trellis=code, columns=columns, order=order)
 
             def run(layer: Layer, axis: int = axis, options: LdlqOptions = options) -> object:
                 spec = spec_for(layer.weight.shape, k=options.trellis.k, axis=axis)
                 return ldlq_encode(layer.name, layer.weight, layer.hessian, spec, options)
 
-            yield f"ldlq k{k} axis{axis} b={256 if axis == 1 else columns}", run
+            yield f"ldlq k{k} axis{axis} b={256 if axis == 1 else columns} {order}", run
 
 
 def measure(args: argparse.Namespace, layers: list[Layer]) -> Iterator[Row]:

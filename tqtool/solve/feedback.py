@@ -28,7 +28,7 @@ from tqtool.solve.hessian import Hessian
 NARROW = 16
 WINDOW = 128
 
-DAMPINGS = (1e-2, 1e-1, 1.0, 10.0)
+DAMPINGS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Tried in this order, as fractions of the mean diagonal; then the plain coder."""
 
 GROWTH_LIMIT = 4.0

@@ -132,12 +132,13 @@ def gptq_quantize(name: str, weight: NDArray[np.float32], hessian: Hessian, opti
     spec = AffineSpec(bits=options.bits, group_size=options.group_size)
     plain_loss = proxy_loss(dequantize(words, scales, biases, spec) - weight, hessian.matrix)
     ceiling = float(np.abs(scales.astype(np.float32)).max())
-    order = np.argsort(-np.diagonal(hessian.matrix), kind="stable") if options.act_order else None
+    diagonal = np.diagonal(hessian.matrix)
+    order = np.argsort(-diagonal, kind="stable") if options.act_order else None
     if order is not None:
         hessian = Hessian(matrix=hessian.matrix[np.ix_(order, order)], rows=hessian.rows, dropped=hessian.dropped)
 
     def run(factor: UpperFactor) -> Trial:
-        coder = AffineCoder(weight, options, order)
+        coder = AffineCoder(weight, options, diagonal, order)
         source = weight if order is None else weight[:, order]
         done = code_with_feedback(source.astype(options.work, copy=False), factor, coder)
         if not done.finished:
@@ -171,7 +172,7 @@ def gptq_quantize(name: str, weight: NDArray[np.float32], hessian: Hessian, opti
 class AffineCoder:
     """The column coder of one weight ``[out, in]``: groups, or blocks of ordered columns with static grids."""
 
-    def __init__(self, weight: Array, options: GptqOptions, order: NDArray[np.intp] | None) -> None:
+    def __init__(self, weight: Array, options: GptqOptions, diagonal: Array, order: NDArray[np.intp] | None) -> None:
         rows, self._width = weight.shape
         self._options = options
         self._order = order
@@ -180,10 +181,9 @@ class AffineCoder:
         self.biases: Array = np.empty((rows, groups), options.dtype.numpy)
         self._codes = np.empty((self._width, rows), np.uint8)  # by column, as they are made
         if options.static_groups:
-            uniform = np.ones(options.group_size)
             for group in range(groups):
                 columns = slice(group * options.group_size, (group + 1) * options.group_size)
-                self._set_grid(group, weight[:, columns], uniform)
+                self._set_grid(group, weight[:, columns], diagonal[columns].astype(np.float64))
 
     def steps(self) -> Iterator[Step]:
         """Groups in order, or blocks of ordered columns, the last one ragged."""
@@ -269,7 +269,8 @@ def search_grid(
     Tries fractions of the range about its middle, then refits scale and bias by least squares on the codes found. A row
     keeps what it came with unless the weighted error, after rounding to the stored dtype, falls.
     """
-    weight = (weights / weights.sum()).astype(np.float32)
+    total = float(weights.sum())
+    weight = (weights / total if total > 0 else np.full(len(weights), 1 / len(weights))).astype(np.float32)
     levels = (1 << bits) - 1
     low, high = values.min(axis=1), values.max(axis=1)
     middle, half = (low + high) / 2, (high - low) / 2
