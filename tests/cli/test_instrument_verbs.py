@@ -65,6 +65,18 @@ def test_packed_scores_zero_against_its_fake_twin(work, compute):
     assert (report["windows"], report["tokens"], report["compute"]) == (2, 62, compute)
 
 
+def test_a_dry_run_of_teacher_writes_nothing_and_knows_the_size(work, tmp_path):
+    sizes = ("--text", work / "text.txt", "--windows", 2, "--context", 32)
+    done = tqtool("teacher", work / "packed-fake", tmp_path / "dump", *sizes, "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert (plan["tokens"], plan["top"], plan["vocab_size"]) == (64, 320, 320)
+    assert 0 <= plan["size_bytes"] - (work / "dump").stat().st_size < 4096
+    assert list(tmp_path.iterdir()) == []
+    taken = tqtool("teacher", work / "packed-fake", work / "dump", *sizes, "--dry-run")
+    assert (taken.returncode, "exists already" in taken.stderr) == (2, True)
+
+
 def test_self_score_is_zero_from_another_process(work):
     arguments = ("eval", "kl", work / "packed-fake", "--teacher", work / "dump", "--text", work / "text.txt", "--json")
     command = [sys.executable, "-c", MAIN, *map(str, arguments)]

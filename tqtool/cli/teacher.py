@@ -21,15 +21,28 @@ def register(app: typer.Typer) -> None:
         context: int = typer.Option(512, "--context", "-c", help="Tokens of a window."),
         top: int = typer.Option(2048, "--top", help="Logits kept per position; the whole vocabulary if smaller."),
         force: bool = typer.Option(False, "--force", help="Replace OUT."),
+        dry_run: bool = typer.Option(
+            False, "--dry-run", help="Check everything, say how large OUT gets; write nothing."
+        ),
         as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
     ) -> None:
         """Dump a model's highest logits and log-sum-exp at every position of a text, to score others against."""
         from dataclasses import asdict
 
-        from tqtool.evals.teacher import TeacherRequest, check_target, dump_teacher
+        from tqtool.evals.teacher import TeacherRequest, check_target, dump_teacher, plan_dump
         from tqtool.runtime.load import load, scoring_compute
 
         request = TeacherRequest(text=text, windows=windows, context=context, top=top, replace=force)
+        if dry_run:
+            plan = plan_dump(model, out, request)
+            if as_json:
+                emit_json(asdict(plan))
+                return
+            emit_line(
+                f"{out}: would hold {windows} windows of {context}, top {plan.top} of {plan.vocab_size}, "
+                f"{plan.size_bytes / 1e6:.1f} MB"
+            )
+            return
         check_target(out, request)
         loaded = load(model, compute=scoring_compute())
         with progress("teacher", windows) as advance:

@@ -20,13 +20,18 @@ from tqtool.evals.output import check_writable, whole_file
 from tqtool.evals.text import check_source, read_windows, tokenizer_hash
 from tqtool.formats.safetensors import build_header
 from tqtool.formats.teacher import TENSORS, TeacherInfo, TeacherWindow
-from tqtool.runtime.load import LoadedModel
+from tqtool.pipeline.preflight import require_disk
+from tqtool.runtime.load import LoadedModel, load_tokenizer, model_folder
+from tqtool.source.config import CONFIG_NAME, read_config, text_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DEFAULT_TOP = 2048
 """Logits kept per position: 99.8 % of a large model's KL (the design's measurement), 16 kB a token."""
+
+HEADER_BYTES = 4096
+"""Allowance for the header of a dump in an estimate."""
 
 Tick = Callable[[int], None]
 
@@ -56,6 +61,50 @@ class TeacherReport:
     removed: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherPlan:
+    """What a dump would hold, from config and tokenizer alone."""
+
+    path: str
+    tokens: int
+    top: int
+    vocab_size: int
+    size_bytes: int
+    warnings: tuple[str, ...]
+
+
+def plan_dump(model: str | Path, out: Path, request: TeacherRequest) -> TeacherPlan:
+    """Check everything that can be without the weights, and say how large the dump becomes.
+
+    Raises:
+        UserError: no model there, bad sizes or text, ``out`` is taken, or config.json states no vocabulary.
+        ArtifactError: ``out`` cannot be written, or the disk is too small.
+    """
+    check_target(out, request)
+    folder = model_folder(model)
+    config = read_config(folder)
+    vocab = text_config(config).get("vocab_size", config.get("vocab_size"))
+    if type(vocab) is not int or vocab < 1:
+        raise UserError(f"{folder / CONFIG_NAME}: vocab_size: expected a positive integer, found {vocab!r}")
+    text = read_windows(load_tokenizer(folder), request.text, windows=request.windows, context=request.context)
+    top = min(request.top, vocab)
+    size = dump_bytes(windows=request.windows, context=request.context, top=top)
+    require_disk(out.absolute().parent, size)
+    return TeacherPlan(
+        path=str(out),
+        tokens=text.tokens.size,
+        top=top,
+        vocab_size=vocab,
+        size_bytes=size,
+        warnings=context_warnings(config, request.context),
+    )
+
+
+def dump_bytes(*, windows: int, context: int, top: int) -> int:
+    """Size of a dump: two float64, one float32 and ``top`` ids and logits a position, the tokens, and the header."""
+    return windows * ((context - 1) * (20 + 8 * top) + 4 * context) + HEADER_BYTES
+
+
 def dump_teacher(source: LoadedModel, out: Path, request: TeacherRequest, tick: Tick) -> TeacherReport:
     """Write the dump of ``source`` to ``out``; ``tick(1)`` after each window.
 
@@ -71,6 +120,8 @@ def dump_teacher(source: LoadedModel, out: Path, request: TeacherRequest, tick: 
     warnings = context_warnings(source.config, request.context)
     stream = window_logits(source.model, text.tokens)
     first = next(stream)
+    top = min(request.top, first.shape[1])
+    require_disk(out.absolute().parent, dump_bytes(windows=request.windows, context=request.context, top=top))
     info = TeacherInfo(
         model=_unicode(source.report.path),
         model_hash=model_hash(source.report.path),
@@ -82,7 +133,7 @@ def dump_teacher(source: LoadedModel, out: Path, request: TeacherRequest, tick: 
         vocab_size=first.shape[1],
         windows=request.windows,
         context=request.context,
-        top=min(request.top, first.shape[1]),
+        top=top,
         versions={name: importlib.metadata.version(name) for name in ("tqtool", "mlx", "mlx-lm", "numpy")},
         sha256=dict.fromkeys(TENSORS, "0" * 64),
     )

@@ -62,6 +62,10 @@ class Step:
     pieces: tuple[Piece, ...]
     complete: int = 0
 
+    def __post_init__(self) -> None:
+        if any(piece.start < self.complete for piece in self.pieces):
+            raise ValueError(f"step {self.index} codes columns before {self.complete}, which are complete")
+
 
 class ColumnCoder(Protocol):
     """Codes one weight, once: it keeps the codes, the caller gets what they decode to."""
