@@ -148,7 +148,8 @@ class AlongInputs(TrellisCoder):
                 stop = min((index + 1) * spec.block - phase * spec.stride, spec.cols)
                 if start < stop:
                     pieces.append(Piece(slice(phase, None, self._phases), start, stop))
-            yield Step(index=index, pieces=tuple(pieces))
+            if pieces:  # fewer rows than a group has leave its last blocks without any
+                yield Step(index=index, pieces=tuple(pieces))
 
     def encode(self, step: Step, targets: Sequence[Floats], factor: UpperFactor) -> tuple[Floats, ...]:
         """One block of every group; a last group that lacks rows is padded with zeros, as the format pads."""
