@@ -213,7 +213,7 @@ def test_what_wanders_off_is_damped_and_at_last_plain(monkeypatch: pytest.Monkey
     choice = options(1, order="natural", dampings=(1e-6, 10.0))
     found = ldlq_encode(NAME, weight, statistics, spec, choice)
     assert [a.verdict for a in found.attempts] == ["diverged", "accepted"]
-    assert found.attempts[0].growth > GROWTH_LIMIT
+    assert found.attempts[0].growth > GROWTH_LIMIT >= found.attempts[1].growth
     assert np.isnan(found.attempts[0].loss)
     last = ldlq_encode(NAME, weight, statistics, spec, replace(choice, dampings=(1e-6,)))
     plain = encode_weight(NAME, weight, spec, TrellisOptions(k=1))
@@ -221,6 +221,10 @@ def test_what_wanders_off_is_damped_and_at_last_plain(monkeypatch: pytest.Monkey
     assert np.array_equal(last.matrix.words, plain.words)
     assert np.array_equal(last.matrix.scales, plain.scales)
     assert last.loss == last.plain_loss
+    assert [note.split(" (")[0] for note in found.report()[1]] == ["damping 1e-06: diverged"]
+    assert found.report()[0]["damping"] == 10
+    assert last.report()[1][-1] == "fell back to the trellis without feedback"
+    assert np.isnan(last.report()[0]["damping"])
 
 
 def test_rows_of_zeros_and_threads() -> None:

@@ -17,7 +17,7 @@ from tqtool import native
 from tqtool.errors import UserError
 from tqtool.formats.trellis import TrellisSpec
 from tqtool.mathx.ldl import UpperFactor, proxy_loss, row_losses
-from tqtool.solve.feedback import GROWTH_LIMIT, Attempt, Trial, code_with_feedback, first_sound
+from tqtool.solve.feedback import GROWTH_LIMIT, Attempt, Trial, code_with_feedback, describe, first_sound
 from tqtool.solve.hessian import Hessian
 from tqtool.solve.ldlq_coder import AlongInputs, Floats, LdlqOptions, coding_order, fit_stored_scales, trellis_coder
 from tqtool.solve.trellis import TrellisMatrix, encode_weight
@@ -47,6 +47,17 @@ class LdlqMatrix:
     headroom: float
     refitted: int
     attempts: tuple[Attempt, ...]
+
+    def report(self) -> tuple[dict[str, float], tuple[str, ...]]:
+        """Statistics and notes for the manifest, beside those of ``matrix``."""
+        stats = {
+            "proxy_loss": self.loss,
+            "proxy_loss_plain": self.plain_loss,
+            "damping": next((a.damping for a in self.attempts if a.verdict == "accepted"), np.nan),
+            "headroom": self.headroom,
+            "refitted_rows": float(self.refitted),
+        }
+        return stats, describe(self.attempts, "the trellis without feedback")
 
 
 def ldlq_encode(name: str, weight: Floats, hessian: Hessian, spec: TrellisSpec, options: LdlqOptions) -> LdlqMatrix:
