@@ -169,6 +169,45 @@ def show(rows: list[Row], layers: list[str]) -> None:
         print(f"  {arm:24}", *(f"{row.loss / row.plain:.3f}" for row in rows if row.arm == arm))
 
 
+def race(width: int, repeats: int) -> None:
+    """Seconds for one 4-bit g64 layer ``[width, width]``, inputs to bytes, beside mlx-lm's GPTQ: A B A, interleaved."""
+    ensure_blas()
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx_lm.quant.gptq import gptq_quantize as peer_quantize
+
+    rng = np.random.default_rng(0)
+    inputs = (rng.standard_normal((2 * width, width)) + rng.standard_normal((2 * width, 1))).astype(np.float32)
+    weight = rng.standard_normal((width, width)).astype(np.float32)
+
+    def ours() -> float:
+        started = time.perf_counter()
+        total = HessianSum(width)
+        total.accumulate(inputs)
+        gptq_quantize("race", weight, total.finish(), GptqOptions(bits=4, group_size=64, dtype=DType.F32))
+        return time.perf_counter() - started
+
+    def theirs() -> float:
+        net = nn.Sequential(nn.Linear(width, width, bias=False))
+        net.layers[0].weight = mx.array(weight)
+        data = mx.array(inputs)[None]
+        mx.eval(net.parameters(), data)
+        started = time.perf_counter()
+        peer_quantize(net, data, 4, 64, 4, 64)
+        return time.perf_counter() - started
+
+    pairs = []
+    for _ in range(repeats):
+        before, peer, after = ours(), theirs(), ours()
+        pairs.append((peer / ((before + after) / 2), peer, before))
+    ratios = sorted(pair[0] for pair in pairs)
+    print(
+        f"gptq 4b g64 [{width}, {width}]: {statistics.median(p[2] for p in pairs):.2f} s, mlx-lm "
+        f"{statistics.median(p[1] for p in pairs):.2f} s; ratio {statistics.median(ratios):.2f} "
+        f"({ratios[0]:.2f} … {ratios[-1]:.2f})"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("build/models/smollm2-135m-instruct"))
@@ -181,8 +220,12 @@ def main() -> None:
     parser.add_argument("--bits", type=int, nargs="*", default=[4, 3, 2])
     parser.add_argument("--k", type=int, nargs="*", default=[4, 3, 2])
     parser.add_argument("--rotate", action="store_true")
+    parser.add_argument("--race", type=int, nargs=2, metavar=("WIDTH", "REPEATS"), help="time beside mlx-lm and stop")
     parser.add_argument("--json", action="store_true", help="one line a row and layer")
     args = parser.parse_args()
+    if args.race:
+        race(*args.race)
+        return
     layers, spent = collect(args)
     print(f"{args.rows}x{args.tokens} tokens, {len(layers)} layers, Hessian sums {spent:.1f} s", flush=True)
     if args.rotate:
