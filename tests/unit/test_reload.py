@@ -15,7 +15,7 @@ from tests.support.command import run
 from tests.support.conversions import convert
 from tests.support.tiny_models import Tiny, write_tiny
 from tqtool.artifact import reload as reload_module
-from tqtool.artifact.reload import LoadedModule, ReloadReport, compare_modules, reload_stock
+from tqtool.artifact.reload import LoadedModule, ReloadReport, compare_modules, decoder_layers, reload_stock
 from tqtool.errors import ArtifactError, BackendError, TqError
 
 Q4 = {"group_size": 64, "bits": 4, "mode": "affine"}
@@ -157,3 +157,17 @@ def test_paths_that_mlx_lm_takes_for_patterns(
     assert run(capsys, monkeypatch, "verify", out).code == 0
     monkeypatch.chdir(parent)
     assert run(capsys, monkeypatch, "verify", out.name).code == 0
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_the_list_of_layers_is_the_one_that_runs(model_type: str) -> None:
+    """qwen2's model.layers is a copy: changing it would change nothing."""
+    from mlx_lm.utils import _get_classes
+
+    config = Tiny(model_type=model_type).config()
+    build, arguments = _get_classes(config)
+    model = build(arguments.from_dict(config))
+    layers = decoder_layers(model)
+    assert layers is not None
+    layers[:] = []
+    assert not [path for path, _ in model.named_modules() if ".layers." in path]

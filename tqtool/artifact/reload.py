@@ -180,13 +180,26 @@ def _inspect(depth: Depth, trust_remote_code: bool) -> dict[str, Any]:
     }
 
 
+def decoder_layers(model: Any) -> list[Any] | None:
+    """The list that an mlx-lm model runs its layers from, to be changed in place; None if it has none.
+
+    ``model.layers`` is what mlx-lm promises, and in some models a copy of it: the list itself is the one in the module
+    tree with the same layers.
+    """
+    promised = getattr(model, "layers", None)
+    if not isinstance(promised, list) or not promised:
+        return None
+    held = (value for module in model.modules() for value in module.values() if isinstance(value, list))
+    return next((value for value in held if len(value) == len(promised) and value[0] is promised[0]), None)
+
+
 def _stream_layers(model: Any) -> None:
     """Make every decoder layer forget its weights once it has run, so that one forward holds one layer at a time.
 
-    A model without a list of layers under mlx-lm's usual name is run as it is.
+    A model without such a list is run as it is.
     """
-    layers = getattr(model, "layers", None)
-    if isinstance(layers, list):
+    layers = decoder_layers(model)
+    if layers is not None:
         layers[:] = [_StreamedLayer(layer) for layer in layers]
 
 

@@ -15,6 +15,7 @@ from tqtool.errors import TqError
 VERBS = (
     "inspect",
     "import_gguf",
+    "calibrate",
     "convert",
     "trellis",
     "verify",

@@ -103,7 +103,7 @@ def load(
 
     import mlx.core as mx
 
-    model = _build(folder, config)
+    model = build_model(folder, config)
     on_cpu = mx.default_device().type == mx.cpu
     dense_type = getattr(mx, dtype) if dtype else (mx.float32 if on_cpu else None)
     if dense_type is not None:
@@ -157,6 +157,7 @@ def model_folder(path: str | Path) -> Path:
 
 def load_tokenizer(folder: Path) -> TokenizerWrapper:
     """mlx-lm's tokenizer of a model folder; stops at the union of the end tokens that config files name."""
+    ensure_blas()  # mlx-lm imports mlx
     from mlx_lm.utils import load_config
     from mlx_lm.utils import load_tokenizer as stock_load_tokenizer
 
@@ -240,7 +241,7 @@ def _check_trellis(specs: dict[str, TrellisSpec], tensors: dict[str, TensorInfo]
                 )
 
 
-def _build(folder: Path, config: dict[str, Any]) -> nn.Module:
+def build_model(folder: Path, config: dict[str, Any]) -> nn.Module:
     """The model with lazily loaded weights."""
     from mlx_lm.utils import load_model
 

@@ -1,0 +1,391 @@
+"""``tqtool calibrate``: one pass over the model, layer by layer, summing what every linear layer reads.
+
+Interrupted at any moment, it loses at most the layer in hand: after each layer its sums and the hidden states behind it
+are on disk before ``progress.json`` says so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tqtool.calibration.rows import CalibrationRows, read_rows, require_disjoint
+from tqtool.calibration.sinks import RATIO, sink_rows
+from tqtool.errors import ArtifactError, NumericalError, UserError
+from tqtool.evals.output import check_writable, whole_file
+from tqtool.evals.text import tokenizer_hash
+from tqtool.formats.dtypes import DType
+from tqtool.formats.hessians import (
+    INFO_NAME,
+    TAIL_FILE,
+    CalibrationInfo,
+    InputRecord,
+    encode,
+    hash_file,
+    layer_tensors,
+    pack_triangle,
+)
+from tqtool.formats.safetensors import build_header, read_header
+from tqtool.formats.teacher import open_dump
+from tqtool.pipeline.convert import plan_transform
+from tqtool.pipeline.preflight import require_disk
+from tqtool.runtime.blas import ensure_blas
+from tqtool.runtime.load import load_tokenizer
+from tqtool.solve.hessian import HessianSum
+from tqtool.source.checkpoint import Checkpoint, open_checkpoint
+from tqtool.source.checks import check_finite
+from tqtool.source.fingerprint import fingerprint
+from tqtool.transform.plan import Role, TransformPlan
+
+if TYPE_CHECKING:
+    from tqtool.calibration.forward import StreamedModel
+
+PROGRESS_NAME = "progress.json"
+LOCK_NAME = ".lock"
+MAX_SINKS = 4096
+"""Sink rows kept whole for one input; more than that are no longer rare and are summed like the others."""
+BASE_MEMORY_BYTES = 500 << 20
+
+Array = NDArray[np.float32]
+Tick = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationRequest:
+    """What to run.
+
+    Attributes:
+        source: Folder or hub id.
+        out: Folder to create, or with ``resume`` to finish.
+        text: Plain text or JSONL; see ``rows.read_rows``.
+        rows: Sequences.
+        context: Tokens of a sequence at most.
+        revision: Of a hub id.
+        rotation_seed: None means the unrotated basis.
+        disjoint_from: Teacher dumps that must not share text with the calibration.
+        resume: Continue an interrupted run of the same request.
+    """
+
+    source: str
+    out: Path
+    text: Path
+    rows: int = 128
+    context: int = 512
+    revision: str | None = None
+    rotation_seed: int | None = None
+    disjoint_from: tuple[Path, ...] = ()
+    resume: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationJob:
+    """A validated request: everything is known but the sums."""
+
+    request: CalibrationRequest
+    checkpoint: Checkpoint
+    plan: TransformPlan
+    rows: CalibrationRows
+    tokenizer_sha256: str
+    fingerprint: str
+    hidden: int
+    layers: int
+    peak_memory_bytes: int
+    disk_bytes: int
+
+    def key(self) -> str:
+        """Names the run: two with the same key give the same bytes."""
+        facts = [
+            [self.fingerprint, self.plan.id, self.plan.seed, self.tokenizer_sha256, RATIO, MAX_SINKS],
+            self.rows.record.model_dump(mode="json"),
+            [self.request.context, _tools()],
+        ]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+@dataclass(slots=True)
+class _State:
+    """What ``progress.json`` holds: finished layers, their records, the hash of every file."""
+
+    key: str
+    layers_done: int = 0
+    inputs: list[InputRecord] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+
+
+def plan_calibration(request: CalibrationRequest) -> CalibrationJob:
+    """Open source and text, resolve the transform, check the target; no large tensor is read.
+
+    Raises:
+        UserError: see ``open_checkpoint``, ``read_rows``; a dump that shares text; ``out`` is taken or of another run.
+        ArtifactError: ``out`` cannot be written.
+    """
+    checkpoint = open_checkpoint(request.source, revision=request.revision)
+    plan = plan_transform(checkpoint, rotation_seed=request.rotation_seed)
+    tokenizer = load_tokenizer(checkpoint.path)
+    rows = read_rows(tokenizer, request.text, rows=request.rows, context=request.context)
+    embedding = next(output for output in plan.outputs if output.role is Role.EMBEDDING)
+    vocabulary, hidden = embedding.shape
+    largest = max(int(sequence.max()) for sequence in rows.sequences)
+    if largest >= vocabulary:
+        raise UserError(f"token {largest}, the model has {vocabulary}", hint="the tokenizer is of another model")
+    for path in request.disjoint_from:
+        dump = open_dump(path)
+        require_disjoint(rows, (dump.tokens(index) for index in range(dump.info.windows)), str(path))
+    layers = {output.name.split(".")[2] for output in plan.outputs if output.name.startswith("model.layers.")}
+    job = CalibrationJob(
+        request=request,
+        checkpoint=checkpoint,
+        plan=plan,
+        rows=rows,
+        tokenizer_sha256=tokenizer_hash(tokenizer),
+        fingerprint=fingerprint(checkpoint),
+        hidden=hidden,
+        layers=len(layers),
+        **_estimates(plan, rows, hidden),
+    )
+    _check_target(job)
+    return job
+
+
+def _estimates(plan: TransformPlan, rows: CalibrationRows, hidden: int) -> dict[str, int]:
+    """Peak memory and disk, from the shapes of the largest layer."""
+    widths: dict[str, dict[Role, int]] = {}
+    weights: dict[str, int] = {}
+    for output in plan.outputs:
+        if output.name.startswith("model.layers.") and len(output.shape) == 2:
+            layer = output.name.split(".")[2]
+            weights[layer] = weights.get(layer, 0) + output.shape[0] * output.shape[1]
+            # q, k and v read one input, gate and up another.
+            widths.setdefault(layer, {})[_reader(output.role)] = output.shape[1]
+    states = 4 * hidden * rows.record.tokens
+    moments = max(8 * sum(width * width for width in each.values()) for each in widths.values())
+    stored = sum(2 * width * (width + 1) for each in widths.values() for width in each.values())
+    longest = max(sequence.size for sequence in rows.sequences)
+    activations = 16 * longest * max(max(each.values()) for each in widths.values())
+    return {
+        "peak_memory_bytes": BASE_MEMORY_BYTES + 2 * states + 8 * max(weights.values()) + moments + activations,
+        "disk_bytes": stored + 2 * states + 2 * hidden * (hidden + 1),
+    }
+
+
+def _reader(role: Role) -> Role:
+    return Role.Q if role in (Role.K, Role.V) else Role.GATE if role is Role.UP else role
+
+
+def _check_target(job: CalibrationJob) -> None:
+    out = job.request.out
+    if (out / INFO_NAME).exists():
+        raise UserError(f"{out}: holds a finished calibration", hint="choose another OUT")
+    if (out / PROGRESS_NAME).exists():
+        if not job.request.resume:
+            raise UserError(f"{out}: holds an interrupted calibration", hint="--resume finishes it")
+        if _read_state(out).key != job.key():
+            raise UserError(f"{out}: was begun with another source, text or setting", hint="choose another OUT")
+    elif out.exists() and (not out.is_dir() or any(path.name != LOCK_NAME for path in out.iterdir())):
+        raise UserError(f"{out}: exists and is not empty", hint="choose another OUT")
+    check_writable(out / INFO_NAME)
+
+
+def calibrate(job: CalibrationJob, tick: Tick = lambda layers: None) -> CalibrationInfo:
+    """Run ``job``; ``tick(1)`` after each layer, also for layers that an earlier run has finished.
+
+    Memory: two copies of the hidden states, one layer in float32, ``8·in²`` bytes for each of its four inputs.
+
+    Raises:
+        NumericalError: a weight or a hidden state is not finite.
+        ArtifactError: writing failed, or another run writes the same folder.
+    """
+    ensure_blas()
+    from tqtool.calibration.forward import StreamedModel  # imports mlx, which must find the BLAS in place
+
+    out = job.request.out
+    out.mkdir(parents=True, exist_ok=True)
+    require_disk(out, job.disk_bytes)
+    with _only_writer(out):
+        state = _read_state(out) if (out / PROGRESS_NAME).exists() else None
+        if state is None:
+            check_finite(job.checkpoint)
+            state = _State(key=job.key())
+        model = StreamedModel(job.checkpoint, job.plan)
+        hidden = (
+            _load_hidden(out, state, job) if state.layers_done else [model.begin(row) for row in job.rows.sequences]
+        )
+        tick(state.layers_done)
+        for index in range(state.layers_done, model.depth):
+            hidden = _layer(job, model, index, hidden, state)
+            tick(1)
+        return _finish(job, model, hidden, state)
+
+
+def _layer(job: CalibrationJob, model: StreamedModel, index: int, hidden: list[Array], state: _State) -> list[Array]:
+    model.fill(index)
+    readers = model.readers(index, hidden[0])
+    sums: dict[str, _InputSum] = {}
+    for at, entering in enumerate(hidden):
+        inputs: dict[str, Array] = {}
+        leaving = model.run(index, entering, inputs.__setitem__)
+        if not np.isfinite(leaving).all():
+            raise NumericalError(f"layer {index}: the hidden state of row {at} is not finite", hint="look at its text")
+        sinks = sink_rows(entering, leaving, ratio=RATIO)
+        for key, rows in inputs.items():
+            sums.setdefault(key, _InputSum(rows.shape[1])).add(rows, sinks)
+        hidden[at] = leaving
+    model.empty(index)
+    file = f"layer-{index:05d}.safetensors"
+    _write_inputs(job.request.out, file, {key: (readers[key], total) for key, total in sums.items()}, state)
+    old, state.layers_done = state.layers_done, index + 1
+    _write_tensors(job.request.out / _state_file(index + 1), {"hidden": np.concatenate(hidden)})
+    state.files[_state_file(index + 1)] = hash_file(job.request.out / _state_file(index + 1))
+    state.files.pop(_state_file(old), None)
+    _write_state(job.request.out, state)
+    (job.request.out / _state_file(old)).unlink(missing_ok=True)
+    return hidden
+
+
+def _finish(job: CalibrationJob, model: StreamedModel, hidden: list[Array], state: _State) -> CalibrationInfo:
+    """The head's input, then ``calibration.json``; what only a resume needs goes."""
+    out = job.request.out
+    head = next((output.module for output in job.plan.outputs if output.role is Role.HEAD), None)
+    table = next(output.module for output in job.plan.outputs if output.role is Role.EMBEDDING)
+    module = head or table
+    assert module is not None, "an embedding is a module"
+    total = _InputSum(job.hidden)
+    for state_rows in hidden:
+        total.add(model.head_input(state_rows), sink_rows(state_rows, state_rows, ratio=RATIO))
+    _write_inputs(out, TAIL_FILE, {module: ([module], total)}, state)
+    info = CalibrationInfo(
+        model_type=job.checkpoint.model_type,
+        source_fingerprint=job.fingerprint,
+        transform=job.plan.id,
+        rotation_seed=job.plan.seed,
+        tokenizer_sha256=job.tokenizer_sha256,
+        text=job.rows.record,
+        context=job.request.context,
+        sink_ratio=RATIO,
+        inputs=state.inputs,
+        files={name: digest for name, digest in state.files.items() if not name.startswith("state-")},
+        tools=_tools(),
+    )
+    with whole_file(out / INFO_NAME) as (file, _):
+        file.write(encode(info))
+    for path in (out / PROGRESS_NAME, *out.glob("state-*.safetensors"), out / LOCK_NAME):
+        path.unlink(missing_ok=True)
+    return info
+
+
+class _InputSum:
+    """Ordinary rows summed, sinks kept."""
+
+    def __init__(self, width: int) -> None:
+        self.moments = HessianSum(width)
+        self.sinks: list[Array] = []
+
+    def add(self, rows: Array, sinks: NDArray[np.bool_]) -> None:
+        kept = rows[sinks & np.isfinite(rows).all(axis=1)][: MAX_SINKS - len(self.sinks)]
+        self.moments.accumulate(rows[~sinks])
+        if len(kept) < np.count_nonzero(sinks):
+            rest = rows[sinks][len(kept) :]
+            self.moments.accumulate(rest)
+        self.sinks += list(kept)
+
+    def stacked(self) -> Array:
+        return np.stack(self.sinks) if self.sinks else np.empty((0, self.moments.width), np.float32)
+
+
+def _write_inputs(out: Path, file: str, sums: dict[str, tuple[list[str], _InputSum]], state: _State) -> None:
+    tensors: dict[str, Array] = {}
+    for key, (modules, total) in sums.items():
+        record = InputRecord(
+            key=key,
+            file=file,
+            modules=modules,
+            width=total.moments.width,
+            rows=total.moments.rows,
+            sinks=len(total.sinks),
+            dropped=total.moments.dropped,
+        )
+        (moments, _, _), (sinks, _, _) = layer_tensors(record)
+        tensors[moments] = pack_triangle(total.moments.finish().matrix)
+        tensors[sinks] = total.stacked()
+        state.inputs.append(record)
+    _write_tensors(out / file, tensors)
+    state.files[file] = hash_file(out / file)
+
+
+def _write_tensors(path: Path, tensors: dict[str, Array]) -> None:
+    header, _ = build_header([(name, DType.F32, array.shape) for name, array in tensors.items()], {"format": "tqtool"})
+    with whole_file(path) as (file, _):
+        file.write(header)
+        for array in tensors.values():
+            file.write(np.ascontiguousarray(array, "<f4").data)
+
+
+def _state_file(layers: int) -> str:
+    return f"state-{layers:05d}.safetensors"
+
+
+def _load_hidden(out: Path, state: _State, job: CalibrationJob) -> list[Array]:
+    name = _state_file(state.layers_done)
+    for file, digest in state.files.items():
+        if hash_file(out / file) != digest:
+            raise ArtifactError(f"{out / file}: damaged since it was written", hint="remove OUT and start again")
+    tensor = read_header(out / name).tensors["hidden"]
+    flat = np.fromfile(out / name, "<f4", offset=tensor.begin).reshape(tensor.shape)
+    ends = np.cumsum([sequence.size for sequence in job.rows.sequences])
+    return [np.ascontiguousarray(part) for part in np.split(flat, ends[:-1])]
+
+
+def _write_state(out: Path, state: _State) -> None:
+    body: dict[str, Any] = {
+        "key": state.key,
+        "layers_done": state.layers_done,
+        "inputs": [record.model_dump(mode="json") for record in state.inputs],
+        "files": state.files,
+    }
+    with whole_file(out / PROGRESS_NAME) as (file, _):
+        file.write(json.dumps(body, indent=1).encode())
+
+
+def _read_state(out: Path) -> _State:
+    try:
+        body = json.loads((out / PROGRESS_NAME).read_bytes())
+        return _State(
+            key=body["key"],
+            layers_done=body["layers_done"],
+            inputs=[InputRecord.model_validate(record) for record in body["inputs"]],
+            files=body["files"],
+        )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ArtifactError(
+            f"{out / PROGRESS_NAME}: cannot be read ({error})", hint="remove OUT and start again"
+        ) from error
+
+
+@contextmanager
+def _only_writer(out: Path) -> Iterator[None]:
+    """Hold OUT for this process; the kernel lets go when it dies."""
+    handle = os.open(out / LOCK_NAME, os.O_CREAT | os.O_RDWR)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ArtifactError(f"{out}: another run is calibrating into it", hint="wait for it") from error
+        yield
+    finally:
+        os.close(handle)
+
+
+def _tools() -> dict[str, str]:
+    names: Sequence[str] = ("tqtool", "mlx", "mlx-lm", "numpy")
+    return {name: importlib.metadata.version(name) for name in names}

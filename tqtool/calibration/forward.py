@@ -1,0 +1,215 @@
+"""mlx-lm's model run layer by layer on folded weights that come from the checkpoint as they are needed.
+
+The folds are applied to the weights before they run, so what a module is seen to read is its input in the folded basis,
+whatever the transform; nothing here knows of rotations. Only one layer's weights are alive, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_map, tree_unflatten
+from numpy.typing import NDArray
+
+from tqtool.artifact.reload import decoder_layers
+from tqtool.errors import UserError
+from tqtool.runtime.load import build_model
+from tqtool.source.checkpoint import Checkpoint
+from tqtool.transform.apply import apply_folds
+from tqtool.transform.plan import OutputTensor, Role, TransformPlan
+
+Array = NDArray[np.float32]
+See = Callable[[str, Array], None]
+
+
+@dataclass(slots=True)
+class _Call:
+    """What the model passes to one layer besides the hidden state."""
+
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+
+class StreamedModel:
+    """A model whose layers are filled, run and emptied one at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, plan: TransformPlan) -> None:
+        self._checkpoint = checkpoint
+        self._outputs = {output.name: output for output in plan.outputs}
+        self._model = build_model(checkpoint.path, dict(checkpoint.config))
+        layers = decoder_layers(self._model)
+        if layers is None:
+            raise UserError(f"{checkpoint.path}: mlx-lm's {checkpoint.model_type} has no list of layers to calibrate")
+        self._listed: list[Any] = layers
+        self._layers: list[nn.Module] = list(layers)
+        self._calls: dict[int, list[_Call]] = {}
+        paths = {id(module): path for path, module in self._model.named_modules()}
+        self._paths = [paths[id(layer)] for layer in self._layers]
+
+    @property
+    def depth(self) -> int:
+        """Number of decoder layers."""
+        return len(self._layers)
+
+    def layer_outputs(self, index: int) -> tuple[OutputTensor, ...]:
+        """The tensors of layer ``index``."""
+        prefix = self._paths[index] + "."
+        return tuple(output for name, output in self._outputs.items() if name.startswith(prefix))
+
+    def begin(self, tokens: NDArray[np.uint32]) -> Array:
+        """Hidden state ``[T, hidden]`` that ``tokens`` enter the first layer with."""
+        hidden, calls = self._catch(tokens)
+        self._calls.setdefault(tokens.size, calls)
+        return hidden
+
+    def fill(self, index: int) -> None:
+        """Read and fold the weights of layer ``index``."""
+        prefix = self._paths[index] + "."
+        weights = [
+            (output.name.removeprefix(prefix), mx.array(apply_folds(output, self._read)))
+            for output in self.layer_outputs(index)
+        ]
+        layer = self._layers[index]
+        layer.load_weights(weights, strict=True)
+        layer.eval()
+        mx.eval(layer.parameters())
+
+    def run(self, index: int, hidden: Array, see: See | None = None) -> Array:
+        """Layer ``index`` on one sequence ``[T, hidden]``; ``see(module path, input [T, in])`` once per distinct input.
+
+        The module named is the first that reads the input; ``readers`` says who else does.
+        """
+        call = self._call(index, hidden.shape[0])
+        layer = self._layers[index]
+        taps: dict[str, mx.array] = {}
+        originals = [] if see is None else _tap(layer, self._paths[index], taps)
+        try:
+            result = layer(mx.array(hidden)[None], *call.arguments, **call.options)
+            mx.eval(result, *taps.values())
+        finally:
+            layer.update_modules(tree_unflatten(originals))
+        if see is not None:
+            seen: set[int] = set()
+            for module, value in taps.items():
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    see(module, np.array(value.astype(mx.float32)).reshape(-1, value.shape[-1]))
+        return np.array(result[0])
+
+    def readers(self, index: int, hidden: Array) -> dict[str, list[str]]:
+        """First reader of each distinct input of layer ``index`` → all modules that read the same."""
+        call = self._call(index, hidden.shape[0])
+        layer = self._layers[index]
+        taps: dict[str, mx.array] = {}
+        originals = _tap(layer, self._paths[index], taps)
+        try:
+            layer(mx.array(hidden)[None], *call.arguments, **call.options)
+        finally:
+            layer.update_modules(tree_unflatten(originals))
+        groups: dict[int, list[str]] = {}
+        for module, value in taps.items():
+            groups.setdefault(id(value), []).append(module)
+        return {members[0]: members for members in groups.values()}
+
+    def empty(self, index: int) -> None:
+        """Forget the weights of layer ``index``."""
+        self._layers[index].update(tree_map(lambda value: mx.zeros(0), self._layers[index].parameters()))
+
+    def head_input(self, hidden: Array) -> Array:
+        """What the head reads: the final norm of ``hidden``."""
+        norm = self._outputs["model.norm.weight"]
+        module = self._model.model.norm
+        module.load_weights([("weight", mx.array(apply_folds(norm, self._read)))], strict=True)
+        result = module(mx.array(hidden))
+        mx.eval(result)
+        return np.array(result)
+
+    def _call(self, index: int, length: int) -> _Call:
+        if length not in self._calls:  # a resumed run enters in the middle
+            self._calls[length] = self._catch(np.zeros(length, np.uint32))[1]
+        return self._calls[length][index]
+
+    def _catch(self, tokens: NDArray[np.uint32]) -> tuple[Array, list[_Call]]:
+        """Run the model with layers that only note how they are called; nothing behind them is evaluated."""
+        caught: list[tuple[mx.array, _Call]] = []
+        listed = self._listed
+        embedding = next(output for output in self._outputs.values() if output.role is Role.EMBEDDING)
+        stem = embedding.name.removesuffix(".weight")
+        module = dict(self._model.named_modules())[stem]
+        try:
+            listed[:] = [_Catcher(layer, caught) for layer in self._layers]
+            self._model.update_modules(tree_unflatten([(stem, _Rows(self._embed(embedding, tokens)))]))
+            self._model(mx.array(tokens)[None])
+        finally:
+            listed[:] = self._layers
+            self._model.update_modules(tree_unflatten([(stem, module)]))
+        hidden = caught[0][0]
+        mx.eval(hidden)
+        return np.array(hidden.astype(mx.float32)[0]), [call for _, call in caught]
+
+    def _embed(self, embedding: OutputTensor, tokens: NDArray[np.uint32]) -> mx.array:
+        """Folded embedding rows ``[T, hidden]``, reading only those: folds of an embedding act on each row alone."""
+        ref = self._checkpoint.tensors[embedding.source]
+        unique, inverse = np.unique(tokens, return_inverse=True)
+        rows = np.concatenate([ref.read_rows(int(token), int(token) + 1) for token in unique])
+        wanted = replace(embedding, shape=rows.shape)
+        folded = apply_folds(wanted, lambda name: rows if name == embedding.source else self._read(name))
+        return mx.array(folded[inverse])
+
+    def _read(self, name: str) -> NDArray[Any]:
+        return self._checkpoint.tensors[name].read()
+
+
+class _Rows(nn.Module):  # type: ignore[misc]
+    """Stands for the embedding of one sequence."""
+
+    def __init__(self, rows: mx.array) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self._rows[None]
+
+    def as_linear(self, hidden: mx.array) -> mx.array:
+        """The head of a tied model; its result is thrown away."""
+        return hidden
+
+
+class _Catcher:
+    """Stands for a layer: notes the call, passes the hidden state on."""
+
+    def __init__(self, layer: nn.Module, caught: list[tuple[mx.array, _Call]]) -> None:
+        self._layer, self._caught = layer, caught
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, hidden: mx.array, *arguments: Any, **options: Any) -> mx.array:
+        self._caught.append((hidden, _Call(arguments, options)))
+        return hidden
+
+
+class _Tap(nn.Module):  # type: ignore[misc]
+    """A linear layer that keeps its input."""
+
+    def __init__(self, linear: nn.Module, module: str, taps: dict[str, mx.array]) -> None:
+        super().__init__()
+        self.linear = linear
+        self._module, self._taps = module, taps
+
+    def __call__(self, x: mx.array) -> mx.array:
+        self._taps[self._module] = x
+        result: mx.array = self.linear(x)
+        return result
+
+
+def _tap(layer: nn.Module, path: str, taps: dict[str, mx.array]) -> list[tuple[str, nn.Module]]:
+    """Put a tap on every linear of ``layer``; returns what to put back."""
+    linears = [(name, module) for name, module in layer.named_modules() if type(module) is nn.Linear]
+    layer.update_modules(tree_unflatten([(name, _Tap(module, f"{path}.{name}", taps)) for name, module in linears]))
+    return linears

@@ -1,0 +1,211 @@
+"""Calibration folder, format v1: second moments of the inputs of every linear layer, one safetensors file per layer.
+
+    calibration.json          what was run, on what, and a row per module; canonical JSON, written last
+    layer-00012.safetensors   for every distinct input of that layer, under the first module that reads it:
+        {input}.hessian       F32 [in·(in+1)/2], the upper triangle of Σ x·xᵀ / rows by rows, sinks left out
+        {input}.sinks         F32 [m, in], the rows that are sinks, as they are
+    tail.safetensors          the same for the head's input
+
+Sinks are kept apart and whole because their weight is the solver's choice: H = (rows·hessian + w·Σ sinks) / (rows + m).
+Prose: docs/formats/hessians.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tqtool.errors import ArtifactError, SourceError, UserError
+from tqtool.formats.dtypes import DType
+from tqtool.formats.safetensors import read_header
+
+INFO_NAME = "calibration.json"
+TAIL_FILE = "tail.safetensors"
+FORMAT_VERSION = 1
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class InputRecord(_Model):
+    """One distinct input: the modules that read it, and what was summed."""
+
+    key: str
+    file: str
+    modules: Annotated[list[str], Field(min_length=1)]
+    width: Annotated[int, Field(ge=1)]
+    rows: Count
+    sinks: Count
+    dropped: Count
+
+
+class TextRecord(_Model):
+    """What was read; ``first_byte`` is where the part that was used begins."""
+
+    name: str
+    kind: Literal["text", "jsonl", "chat"]
+    sha256: Sha256
+    first_byte: Count
+    sequences: Count
+    tokens: Count
+
+
+class CalibrationInfo(_Model):
+    """The whole of ``calibration.json``."""
+
+    format_version: Literal[1] = 1
+    model_type: str
+    source_fingerprint: Sha256
+    transform: str
+    rotation_seed: int | None
+    tokenizer_sha256: Sha256
+    text: TextRecord
+    context: Annotated[int, Field(ge=2)]
+    sink_ratio: float
+    inputs: list[InputRecord]
+    files: dict[str, Sha256]
+    tools: dict[str, str]
+
+    def input_of(self, module: str) -> InputRecord | None:
+        """The record of what ``module`` reads, or None."""
+        return next((record for record in self.inputs if module in record.modules), None)
+
+    def content_sha256(self) -> str:
+        """Names the content: equal for equal files and settings."""
+        return hashlib.sha256(encode(self)).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputMoments:
+    """What is stored for one input: mean second moment ``[in, in]`` of ``rows`` rows, and the sinks ``[m, in]``."""
+
+    matrix: NDArray[np.float32]
+    sinks: NDArray[np.float32]
+    rows: int
+
+
+def encode(info: CalibrationInfo) -> bytes:
+    """Canonical bytes of ``calibration.json``."""
+    text = json.dumps(info.model_dump(mode="json"), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return (text + "\n").encode()
+
+
+def pack_triangle(matrix: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Upper triangle of ``[n, n]`` by rows, float32 ``[n·(n+1)/2]``."""
+    n = matrix.shape[0]
+    return np.concatenate([np.asarray(matrix[row, row:], np.float32) for row in range(n)]) if n else np.empty(0, "f4")
+
+
+def unpack_triangle(packed: NDArray[np.float32], width: int) -> NDArray[np.float32]:
+    """The symmetric ``[width, width]`` matrix of :func:`pack_triangle`."""
+    matrix = np.empty((width, width), np.float32)
+    start = 0
+    for row in range(width):
+        stop = start + width - row
+        matrix[row, row:] = matrix[row:, row] = packed[start:stop]
+        start = stop
+    return matrix
+
+
+def layer_tensors(record: InputRecord) -> tuple[tuple[str, DType, tuple[int, ...]], ...]:
+    """Name, type and shape of what is stored for one input."""
+    triangle = record.width * (record.width + 1) // 2
+    return (
+        (f"{record.key}.hessian", DType.F32, (triangle,)),
+        (f"{record.key}.sinks", DType.F32, (record.sinks, record.width)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """An open calibration folder; matrices are read one at a time."""
+
+    folder: Path
+    info: CalibrationInfo
+
+    def moments(self, module: str) -> InputMoments | None:
+        """What ``module`` read during calibration; None if it was not calibrated.
+
+        Raises:
+            ArtifactError: the file is missing, damaged or not finite.
+        """
+        record = self.info.input_of(module)
+        if record is None:
+            return None
+        path = self.folder / record.file
+        try:
+            header = read_header(path)
+        except SourceError as error:
+            raise ArtifactError(error.message, hint="run tqtool calibrate again") from error
+        arrays = []
+        for name, dtype, shape in layer_tensors(record):
+            found = header.tensors.get(name)
+            if found is None or (found.dtype, found.shape) != (dtype, shape):
+                what = f"{found.dtype.value} {list(found.shape)}" if found else "nothing"
+                raise ArtifactError(f"{path}: tensor {name}: expected {dtype.value} {list(shape)}, found {what}")
+            with path.open("rb") as file:
+                file.seek(found.begin)
+                array = np.frombuffer(file.read(found.size_bytes), "<f4").reshape(shape)
+            if not np.isfinite(array).all():
+                raise ArtifactError(f"{path}: tensor {name} is not finite", hint="run tqtool calibrate again")
+            arrays.append(array)
+        return InputMoments(matrix=unpack_triangle(arrays[0], record.width), sinks=arrays[1], rows=record.rows)
+
+
+def open_calibration(folder: Path) -> Calibration:
+    """Open a finished calibration folder and check ``calibration.json`` and the hash of every file.
+
+    Raises:
+        UserError: there is no such folder, or the calibration is not finished.
+        ArtifactError: it is damaged.
+    """
+    path = folder / INFO_NAME
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        hint = "tqtool calibrate SRC OUT --text FILE makes one; --resume finishes one that was interrupted"
+        raise UserError(f"{folder}: no {INFO_NAME}: not a finished calibration", hint=hint) from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    info = parse(data, str(path))
+    for name, expected in info.files.items():
+        if hash_file(folder / name) != expected:
+            raise ArtifactError(f"{folder / name}: its SHA-256 is not the one in {INFO_NAME}", hint="calibrate again")
+    return Calibration(folder, info)
+
+
+def parse(data: bytes, where: str) -> CalibrationInfo:
+    """Read ``calibration.json``; ArtifactError unless it is exactly what ``encode`` writes."""
+    try:
+        body: Any = json.loads(data)
+        info = CalibrationInfo.model_validate(body)
+        is_canonical = encode(info) == data
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in problem["loc"])
+        raise ArtifactError(f"{where}: {place}: {problem['msg']}") from error
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{where}: not the JSON of a calibration ({error})") from error
+    if not is_canonical:
+        raise ArtifactError(f"{where}: was edited or damaged", hint="run tqtool calibrate again")
+    return info
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file's bytes; ArtifactError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read ({error.strerror})", hint="run tqtool calibrate again") from error
