@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -230,7 +231,10 @@ def main() -> None:
     print(f"{args.rows}x{args.tokens} tokens, {len(layers)} layers, Hessian sums {spent:.1f} s", flush=True)
     if args.rotate:
         layers = [rotated(layer) for layer in layers]
-    rows = list(measure(args, layers))
+    rows = []
+    for row in measure(args, layers):
+        rows.append(row)
+        print(f"{row.arm:32} {row.layer:14} {row.loss / row.plain:.3f} {row.seconds:.1f} s", file=sys.stderr)
     if args.json:
         for row in rows:
             print(json.dumps({"layer": row.layer, "arm": row.arm, "plain": row.plain, "loss": row.loss}))
