@@ -1,4 +1,4 @@
-"""``tqtool eval kl`` and ``tqtool eval ppl``: score any artifact or mlx-lm model."""
+"""``tqtool eval``: score any artifact or mlx-lm model. ``kl`` and ``ppl`` are here, the rest in ``tasks``."""
 
 from __future__ import annotations
 
@@ -31,9 +31,13 @@ AS_JSON = typer.Option(False, "--json", help="Print the report as JSON.")
 
 def register(app: typer.Typer) -> None:
     """Add the verbs."""
-    group = typer.Typer(help="Score a model: KL to a teacher dump, or perplexity.", no_args_is_help=True)
+    from tqtool.cli.tasks import mcnemar, tasks
+
+    group = typer.Typer(help="Score a model: KL to a teacher dump, perplexity, tasks.", no_args_is_help=True)
     group.command("kl")(kl)
     group.command("ppl")(ppl)
+    group.command("tasks")(tasks)
+    group.command("mcnemar")(mcnemar)
     app.add_typer(group, name="eval")
 
 
@@ -61,7 +65,7 @@ def kl(
     dump = open_dump(teacher)
     if text is not None:
         check_text(dump, text)
-    loaded = _load(model, compute)
+    loaded = load_for_scoring(model, compute)
     listed = flips if flips is not None else 20 if as_json else 0
     with progress("kl", windows or dump.info.windows) as advance:
         report = score_kl(loaded, dump, lambda done: advance(done, "windows"), windows=windows, keep_flips=listed)
@@ -113,7 +117,7 @@ def ppl(
     from tqtool.evals.text import check_source
 
     check_source(text, windows=windows, context=context)
-    loaded = _load(model, compute)
+    loaded = load_for_scoring(model, compute)
     with progress("ppl", windows) as advance:
         report = score_ppl(loaded, text, windows=windows, context=context, tick=lambda done: advance(done, "windows"))
     if as_json:
@@ -128,7 +132,8 @@ def ppl(
     emit_table(("model", report.model), rows)
 
 
-def _load(model: str, compute: Compute) -> LoadedModel:
+def load_for_scoring(model: str, compute: Compute) -> LoadedModel:
+    """The model as ``--compute`` wants it."""
     from tqtool.runtime.load import load, scoring_compute
 
     if compute is Compute.AUTO:

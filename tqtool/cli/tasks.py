@@ -1,0 +1,133 @@
+"""``tqtool eval tasks`` and ``tqtool eval mcnemar``: what a model gets right, and whether two differ."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from tqtool.cli.eval import AS_JSON, COMPUTE, MODEL, Compute, load_for_scoring
+from tqtool.cli.render import emit_json, emit_line, emit_table, note, progress
+
+if TYPE_CHECKING:
+    from tqtool.evals.task_result import Comparison
+    from tqtool.evals.tasks import TaskReport
+
+
+class FormatChoice(StrEnum):
+    """How items become text."""
+
+    TEMPLATED = "templated"
+    RAW = "raw"
+    BOTH = "both"
+
+
+def tasks(
+    model: str = MODEL,
+    items: str = typer.Option(..., "--items", help="JSON lines, or ORG/NAME:PATH.jsonl of a hub data set."),
+    format_: FormatChoice = typer.Option(FormatChoice.BOTH, "--format", help="Chat template, plain text, or both."),
+    limit: int | None = typer.Option(None, "--limit", help="Only the first N items."),
+    max_tokens: int = typer.Option(256, "--max-tokens", "-m", help="Upper limit of new tokens of an answer."),
+    out: Path | None = typer.Option(None, "--out", "-o", help="Write the result with every outcome here (JSON)."),
+    against: Path | None = typer.Option(None, "--against", help="Pair with this result of another model."),
+    force: bool = typer.Option(False, "--force", help="Replace OUT."),
+    compute: Compute = COMPUTE,
+    as_json: bool = AS_JSON,
+) -> None:
+    """Multiple choice by log-likelihood and greedy answers by exact match, with the chat template and raw."""
+    from dataclasses import asdict
+
+    from tqtool.evals.items import open_items
+    from tqtool.evals.task_result import (
+        check_pairable,
+        check_target,
+        compare,
+        from_report,
+        read_result,
+        settings_json,
+        to_json,
+        write_result,
+    )
+    from tqtool.evals.tasks import FORMATS, plan_settings, run_tasks
+
+    chosen = FORMATS if format_ is FormatChoice.BOTH else tuple(name for name in FORMATS if name == format_.value)
+    if out is not None:
+        check_target(out, replace=force)
+    file = open_items(items).first(limit)
+    settings = plan_settings(file, chosen, max_tokens)
+    other = None if against is None else read_result(against)
+    if other is not None:
+        check_pairable(other, items_sha256=file.sha256, settings=settings_json(settings), name="this run")
+    loaded = load_for_scoring(model, compute)
+    with progress("tasks", settings.items * len(chosen)) as advance:
+        report = run_tasks(loaded, file, settings, lambda done: advance(done, "items"))
+    for name in () if out is None else write_result(report, out):
+        note(f"removed {name}, left by a run that was killed")
+    comparison = None if other is None else compare(from_report(report, str(out or model)), other)
+    if as_json:
+        emit_json(to_json(report) | ({} if comparison is None else {"comparison": asdict(comparison)}))
+        return
+    _emit_report(report)
+    if comparison is not None:
+        emit_line()
+        _emit_comparison(comparison)
+
+
+def mcnemar(
+    a: Path = typer.Argument(..., metavar="A", help="Result of `tqtool eval tasks --out`."),
+    b: Path = typer.Argument(..., metavar="B", help="Result of another model on the same items."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Exact paired test of two results: do the items that only one of them gets right favour one?"""
+    from dataclasses import asdict
+
+    from tqtool.evals.task_result import compare, read_result
+
+    comparison = compare(read_result(a), read_result(b))
+    if as_json:
+        emit_json(asdict(comparison))
+        return
+    _emit_comparison(comparison)
+
+
+def _emit_report(report: TaskReport) -> None:
+    emit_line(f"{report.model}: {report.settings.items} items of {report.items} in {report.elapsed_s:.0f} s")
+    rows = []
+    for summary in report.summaries:
+        for share in summary.shares:
+            interval = f"{100 * share.low:.1f} … {100 * share.high:.1f}"
+            rows.append(
+                (
+                    summary.task,
+                    summary.format,
+                    share.name,
+                    f"{share.right}/{share.total}",
+                    f"{100 * share.value:.1f}",
+                    interval,
+                )
+            )
+        if summary.mean_tokens is not None:
+            rows.append((summary.task, summary.format, "tokens an answer", "", f"{summary.mean_tokens:.1f}", ""))
+    emit_table(("task", "format", "what", "items", "%", "95 % (Wilson)"), rows)
+
+
+def _emit_comparison(comparison: Comparison) -> None:
+    emit_line(f"A {comparison.a}\nB {comparison.b}")
+    if comparison.same_model:
+        emit_line("A and B are the same model")
+    rows = [
+        (
+            pairing.task,
+            pairing.format,
+            pairing.flag,
+            pairing.both,
+            pairing.only_a,
+            pairing.only_b,
+            pairing.neither,
+            f"{pairing.p:.4g}",
+        )
+        for pairing in comparison.pairings
+    ]
+    emit_table(("task", "format", "what", "both", "only A", "only B", "neither", "p (McNemar, exact)"), rows)
