@@ -40,6 +40,11 @@ def convert(
     dtype: Annotated[str | None, typer.Option("--dtype", help="bf16, f16 or f32 for dense tensors and scales.")] = None,
     rotate: Annotated[bool, typer.Option("--rotate-weights", help="Fold norms, rotate residual and heads.")] = False,
     rotation_seed: Annotated[int | None, typer.Option("--rotation-seed", help="Seed of the signs [42].")] = None,
+    method: Annotated[str | None, typer.Option("--method", help="rtn, or gptq with --hessians. [rtn]")] = None,
+    hessians: Annotated[Path | None, typer.Option("--hessians", help="Folder made by tqtool calibrate.")] = None,
+    sink_weight: Annotated[
+        float | None, typer.Option("--sink-weight", help="Ordinary rows that an attention sink counts for (gptq).")
+    ] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
     check: Annotated[str, typer.Option("--check", help="After writing: forward, load or none.")] = "forward",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact of tqtool at OUT.")] = False,
@@ -49,12 +54,19 @@ def convert(
     """Parse, plan, run, render."""
     from tqtool.artifact.reload import parse_depth
     from tqtool.errors import UserError
+    from tqtool.pipeline.calibrated import SINK_WEIGHT
     from tqtool.pipeline.convert import ConvertRequest, check_artifact, plan_convert
     from tqtool.pipeline.rules import packed_setting, parse_dtype, parse_rule
 
     depth = parse_depth(check)
     if rotation_seed is not None and not rotate:
         raise UserError("--rotation-seed without --rotate-weights does nothing", hint="add --rotate-weights")
+    if method not in (None, "rtn", "gptq"):
+        raise UserError(f"--method {method!r} is unknown", hint="rtn or gptq")
+    if (method == "gptq") != (hessians is not None):
+        raise UserError("--method gptq and --hessians DIR belong together", hint="tqtool calibrate makes DIR")
+    if sink_weight is not None and hessians is None:
+        raise UserError("--sink-weight without --method gptq does nothing")
     places = read_places(source, out, model, mlx_path)
     packing = None
     if quantize or any(flag is not None for flag in (bits, group_size, mode)):
@@ -68,7 +80,11 @@ def convert(
         dtype=None if dtype is None else parse_dtype(dtype, "--dtype"),
         rotation_seed=(DEFAULT_SEED if rotation_seed is None else rotation_seed) if rotate else None,
         overwrite=overwrite,
+        hessians=hessians,
+        sink_weight=SINK_WEIGHT if sink_weight is None else sink_weight,
     )
+    if hessians is not None and packing is None:
+        raise UserError("--method gptq without bits packs nothing", hint="add --bits 4, for example")
     job = plan_convert(request)
     if dry_run:
         show_plan(job.plan, as_json=as_json)

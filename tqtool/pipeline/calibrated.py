@@ -1,0 +1,179 @@
+"""Hessians for the solvers: from a calibration folder, checked against the job, loaded one module at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tqtool.errors import ArtifactError, UserError
+from tqtool.formats.affine import AffineSpec, dequantize
+from tqtool.formats.hessians import Calibration, InputMoments, open_calibration
+from tqtool.solve.gptq import AffineGptq, GptqOptions
+from tqtool.solve.hessian import Hessian
+from tqtool.solve.quantizer import ConfigEntry, Quantizer, QuantResult, StoredTensor, module_of
+from tqtool.solve.rtn import AffineRtn
+from tqtool.source.checkpoint import Checkpoint
+from tqtool.source.fingerprint import fingerprint
+from tqtool.transform.plan import OutputTensor, Role, TransformPlan
+
+SINK_WEIGHT = 1.0
+"""How many ordinary rows one sink row counts for."""
+
+CALIBRATED_ROLES = frozenset({Role.Q, Role.K, Role.V, Role.O, Role.GATE, Role.UP, Role.DOWN, Role.HEAD})
+"""What a solver may take. A tied embedding is looked up too, where the head's Hessian says nothing: it is rounded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hessians:
+    """The Hessian of every module of one job."""
+
+    calibration: Calibration
+    sink_weight: float = SINK_WEIGHT
+
+    def has(self, output: OutputTensor) -> bool:
+        """True when ``output`` may be solved under a Hessian and there is one."""
+        if output.module is None or output.role not in CALIBRATED_ROLES:
+            return False
+        return self.calibration.info.input_of(output.module) is not None
+
+    def moments(self, module: str) -> InputMoments:
+        """What was stored for ``module``; ArtifactError if it is not there or damaged."""
+        moments = self.calibration.moments(module)
+        if moments is None:
+            raise ArtifactError(f"{self.calibration.folder}: no moments of {module}", hint="calibrate again")
+        return moments
+
+    def hessian(self, moments: InputMoments) -> Hessian:
+        """Ordinary rows and sinks together."""
+        return combine(moments, sink_weight=self.sink_weight)
+
+    def to_json(self) -> dict[str, Any]:
+        """What the manifest records."""
+        return {"sha256": self.calibration.info.content_sha256(), "sink_weight": self.sink_weight}
+
+
+def combine(moments: InputMoments, *, sink_weight: float) -> Hessian:
+    """``(rows·H + w·Σ s·sᵀ) / (rows + m)`` in float64."""
+    sinks = moments.sinks.astype(np.float64)
+    matrix = moments.matrix.astype(np.float64) * moments.rows
+    matrix += sink_weight * (sinks.T @ sinks)
+    rows = moments.rows + len(sinks)
+    return Hessian(matrix=matrix / rows, rows=rows)
+
+
+def open_hessians(folder: Path, checkpoint: Checkpoint, transform: TransformPlan, *, sink_weight: float) -> Hessians:
+    """Open a calibration folder for a job.
+
+    Raises:
+        UserError: it was made from another source, or in another basis.
+        ArtifactError: it is damaged.
+    """
+    if sink_weight < 0 or not np.isfinite(sink_weight):
+        raise UserError(f"--sink-weight {sink_weight}: expected a number that is not negative")
+    calibration = open_calibration(folder)
+    info = calibration.info
+    if (info.transform, info.rotation_seed) != (transform.id, transform.seed):
+        raise UserError(
+            f"{folder}: calibrated for {_basis(info.transform, info.rotation_seed)}, "
+            f"the job is {_basis(transform.id, transform.seed)}",
+            hint="calibrate with the same rotation and seed",
+        )
+    if info.source_fingerprint != fingerprint(checkpoint):
+        raise UserError(f"{folder}: calibrated on other weights than {checkpoint.path}", hint="calibrate this model")
+    return Hessians(calibration=calibration, sink_weight=sink_weight)
+
+
+def _basis(transform: str, seed: int | None) -> str:
+    return transform if seed is None else f"{transform} with seed {seed}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibratedAffine:
+    """GPTQ of one module; its Hessian is read when its turn comes and forgotten after it."""
+
+    options: GptqOptions
+    width: int
+    hessians: Hessians
+
+    @property
+    def label(self) -> str:
+        """``gptq affine4 g64``."""
+        return f"gptq {self.options.plain.label}"
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The Hessian as stored and in float64, its factor and a copy."""
+        return 32 * self.width**2 + (64 << 20)
+
+    def outputs(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
+        """As round-to-nearest."""
+        return self.options.plain.outputs(name, shape)
+
+    def config_entry(self) -> ConfigEntry:
+        """As round-to-nearest."""
+        return self.options.plain.config_entry()
+
+    def run(self, name: str, weight: NDArray[np.float32]) -> QuantResult:
+        """Quantize ``weight [out, in]``; stats say what it costs at ordinary positions and at sinks."""
+        moments = self.hessians.moments(module_of(name))
+        result = AffineGptq(options=self.options, hessian=self.hessians.hessian(moments)).run(name, weight)
+        rounded = self.options.plain.run(name, weight)
+        served = {"": self._served(result), "_rtn": self._served(rounded)}
+        errors = position_errors(weight, served, moments)
+        return replace(result, stats={**result.stats, **errors})
+
+    def _served(self, result: QuantResult) -> NDArray[np.float32]:
+        words, scales, biases = result.tensors.values()
+        return dequantize(words, scales, biases, AffineSpec(bits=self.options.bits, group_size=self.options.group_size))
+
+
+def position_errors(
+    weight: NDArray[np.float32], served: Mapping[str, NDArray[np.float32]], moments: InputMoments
+) -> dict[str, float]:
+    """Relative squared output errors ``‖E·x‖² / ‖W·x‖²`` over ordinary rows and over sinks, by suffix of the name."""
+    energies = {"rows": _row_energy, "sinks": _sink_energy}
+    stats = {}
+    for where, energy in energies.items():
+        whole = energy(weight, moments)
+        for suffix, values in served.items():
+            stats[f"error_{where}{suffix}"] = energy(values - weight, moments) / whole if whole else 0.0
+    return stats
+
+
+def _row_energy(matrix: NDArray[np.float32], moments: InputMoments) -> float:
+    return float(np.einsum("rc,rc->", matrix @ moments.matrix, matrix, dtype=np.float64))
+
+
+def _sink_energy(matrix: NDArray[np.float32], moments: InputMoments) -> float:
+    return float(np.sum(np.square(matrix @ moments.sinks.T), dtype=np.float64))
+
+
+def calibrated_affine(
+    quantizers: Mapping[str, Quantizer], outputs: tuple[OutputTensor, ...], hessians: Hessians
+) -> tuple[dict[str, Quantizer], dict[str, tuple[str, ...]]]:
+    """Put GPTQ in the place of affine round-to-nearest wherever there is a Hessian.
+
+    Returns:
+        All quantizers, and a note for each affine module that is still rounded to nearest.
+    """
+    result = dict(quantizers)
+    notes: dict[str, tuple[str, ...]] = {}
+    for output in outputs:
+        plain = quantizers[output.name]
+        if not isinstance(plain, AffineRtn):
+            continue
+        if plain.mode != "affine":
+            raise UserError(
+                f"GPTQ is for affine modules; {output.module} is {plain.mode}", hint="--method rtn, or --bits"
+            )
+        if hessians.has(output):
+            options = GptqOptions(bits=plain.bits, group_size=plain.group_size, dtype=plain.dtype)
+            result[output.name] = CalibratedAffine(options=options, width=output.shape[-1], hessians=hessians)
+        else:
+            notes[output.name] = ("rounded to nearest: nothing to calibrate it on",)
+    return result, notes
