@@ -144,6 +144,30 @@ def test_what_does_not_belong_together_is_refused(work, convert, tmp_path, capsy
     assert (answer.code, "calibrated on other weights" in answer.err) == (2, True)
 
 
+def test_ldlq_is_written_in_every_form_and_beats_the_search_alone(work, tmp_path, capsys, monkeypatch):
+    forms = {"packed": (), "fake": ("--fake-quant",)}
+    for name, form in forms.items():
+        arguments = ("--modules", "all", "-k", "2", "--ldlq", work / "rotated", *form, "--check", "none")
+        answer = run(capsys, monkeypatch, "trellis", work / "source", tmp_path / name, *arguments)
+        assert answer.code == 0, answer.err
+        assert "encode: 100%" in answer.err
+    rows = records(tmp_path / "packed")
+    coded = {module: row for module, row in rows.items() if "ldlq" in row["quantizer"]}
+    assert len(coded) == 2 * 7
+    assert rows["model.layers.0.mlp.up_proj"]["quantizer"] == "ldlq trellis k2 mul1 axis1"
+    assert rows["lm_head"]["quantizer"] == "gptq affine6 g64"
+    for row in coded.values():
+        assert row["stats"]["proxy_loss"] < row["stats"]["proxy_loss_plain"]
+        assert {"error_rows", "error_sinks"} <= set(row["stats"])
+    report = verify_artifact(tmp_path / "packed")
+    assert report.is_good, [check for check in report.checks if check.status == "fail"]
+    fake = records(tmp_path / "fake")
+    assert fake["model.layers.0.mlp.up_proj"]["stats"] == rows["model.layers.0.mlp.up_proj"]["stats"]
+    wrong = ("--no-rotate-weights", "--ldlq", work / "rotated")
+    answer = run(capsys, monkeypatch, "trellis", work / "source", tmp_path / "bad", *wrong)
+    assert (answer.code, "the job is identity" in answer.err) == (2, True)
+
+
 def test_moments_without_sinks_are_just_the_sum():
     matrix = np.eye(3, dtype=np.float32) * 5
     moments = InputMoments(matrix=matrix, sinks=np.empty((0, 3), np.float32), rows=7)

@@ -53,6 +53,12 @@ def trellis(
         bool, typer.Option("--rotate-weights/--no-rotate-weights", help="Fold norms, rotate residual and heads.")
     ] = True,
     rotation_seed: Annotated[int | None, typer.Option("--rotation-seed", help="Seed of the signs. [42]")] = None,
+    ldlq: Annotated[
+        Path | None, typer.Option("--ldlq", help="Folder made by tqtool calibrate: code with feedback under Hessians.")
+    ] = None,
+    sink_weight: Annotated[
+        float | None, typer.Option("--sink-weight", help="Ordinary rows that an attention sink counts for (--ldlq).")
+    ] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
     threads: Annotated[int, typer.Option("--threads", min=0, help="Encoder threads; 0 is one per core.")] = 0,
     check: Annotated[str, typer.Option("--check", help="After writing: forward, load or none.")] = "forward",
@@ -64,6 +70,7 @@ def trellis(
     from tqtool.artifact.reload import parse_depth
     from tqtool.errors import UserError
     from tqtool.mathx.codes import parse_code
+    from tqtool.pipeline.calibrated import SINK_WEIGHT
     from tqtool.pipeline.rules import packed_setting, parse_rule
     from tqtool.pipeline.trellis import (
         OTHER,
@@ -79,6 +86,8 @@ def trellis(
     depth = parse_depth(check)
     if rotation_seed is not None and not rotate:
         raise UserError("--rotation-seed with --no-rotate-weights does nothing", hint="leave one out")
+    if sink_weight is not None and ldlq is None:
+        raise UserError("--sink-weight without --ldlq does nothing")
     places = read_places(source, out, model, mlx_path)
     meter = Meter()
     other = None
@@ -96,6 +105,8 @@ def trellis(
         rules=tuple(parse_rule(text, other or OTHER) for text in rule or ()),
         rotation_seed=(DEFAULT_SEED if rotation_seed is None else rotation_seed) if rotate else None,
         overwrite=overwrite,
+        hessians=ldlq,
+        sink_weight=SINK_WEIGHT if sink_weight is None else sink_weight,
         tick=meter,
     )
     job = plan_trellis(request)

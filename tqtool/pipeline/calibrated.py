@@ -10,13 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tqtool import native
 from tqtool.errors import ArtifactError, UserError
 from tqtool.formats.affine import AffineSpec, dequantize
 from tqtool.formats.hessians import Calibration, InputMoments, open_calibration
+from tqtool.formats.trellis import TrellisSpec
 from tqtool.solve.gptq import AffineGptq, GptqOptions
 from tqtool.solve.hessian import Hessian
+from tqtool.solve.ldlq import ldlq_encode
+from tqtool.solve.ldlq_coder import LdlqOptions
 from tqtool.solve.quantizer import ConfigEntry, Quantizer, QuantResult, StoredTensor, module_of
 from tqtool.solve.rtn import AffineRtn
+from tqtool.solve.trellis import Coded, Tick, TrellisOptions
 from tqtool.source.checkpoint import Checkpoint
 from tqtool.source.fingerprint import fingerprint
 from tqtool.transform.plan import OutputTensor, Role, TransformPlan
@@ -130,6 +135,34 @@ class CalibratedAffine:
     def _served(self, result: QuantResult) -> NDArray[np.float32]:
         words, scales, biases = result.tensors.values()
         return dequantize(words, scales, biases, AffineSpec(bits=self.options.bits, group_size=self.options.group_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LdlqEncoder:
+    """The trellis with feedback under the module's Hessian, read when its turn comes and forgotten after it."""
+
+    width: int
+    hessians: Hessians
+    prefix: str = "ldlq"
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The Hessian as stored and in float64, its factor and a copy."""
+        return 32 * self.width**2
+
+    def __call__(
+        self, name: str, weight: NDArray[np.float32], spec: TrellisSpec, options: TrellisOptions, tick: Tick
+    ) -> Coded:
+        """Code ``weight [out, in]``; stats say what it costs at ordinary positions and at sinks."""
+        moments = self.hessians.moments(module_of(name))
+        result = ldlq_encode(name, weight, self.hessians.hessian(moments), spec, LdlqOptions(trellis=options))
+        tick(weight.size)
+        stats, notes = result.report()
+        stored = native.trellis_expand(result.matrix.words, result.matrix.scales, spec)
+        served = stored if spec.axis == 1 else stored.T
+        return Coded(
+            matrix=result.matrix, stats={**stats, **position_errors(weight, {"": served}, moments)}, notes=notes
+        )
 
 
 def position_errors(

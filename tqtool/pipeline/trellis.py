@@ -18,12 +18,20 @@ from tqtool.artifact.reload import Depth, compare_modules, reload_stock
 from tqtool.errors import ArtifactError, UserError
 from tqtool.formats.trellis import FORMAT_VERSION, TrellisSpec
 from tqtool.mathx.signs import require_seed
+from tqtool.pipeline.calibrated import SINK_WEIGHT, Hessians, LdlqEncoder, calibrated_affine, open_hessians
 from tqtool.pipeline.convert import StoredDtype, packed_entry, plan_transform
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
 from tqtool.pipeline.rules import Choices, Packed, Rule, matching_rule, near_names, resolve
 from tqtool.solve.quantizer import Quantizer
 from tqtool.solve.rtn import AffineRtn
-from tqtool.solve.trellis import TrellisCarrier, TrellisFakeQuant, TrellisOptions, TrellisPacked
+from tqtool.solve.trellis import (
+    Encoder,
+    PlainEncoder,
+    TrellisCarrier,
+    TrellisFakeQuant,
+    TrellisOptions,
+    TrellisPacked,
+)
 from tqtool.source.checkpoint import Checkpoint, open_checkpoint
 from tqtool.transform.plan import OutputTensor, Role, TransformPlan
 
@@ -62,6 +70,8 @@ class TrellisRequest:
         rules: Per-module exceptions; a rule also takes a module from the trellis.
         rotation_seed: None means no rotation.
         overwrite: Replace an existing artifact of tqtool.
+        hessians: Calibration folder; given, coded modules are coded with feedback (LDLQ) and affine ones by GPTQ.
+        sink_weight: How many ordinary rows a sink row counts for.
     """
 
     source: str
@@ -75,6 +85,8 @@ class TrellisRequest:
     rules: tuple[Rule, ...] = ()
     rotation_seed: int | None = 42
     overwrite: bool = False
+    hessians: Path | None = None
+    sink_weight: float = SINK_WEIGHT
     tick: Tick = field(default=lambda weights: None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -123,20 +135,29 @@ def plan_trellis(request: TrellisRequest) -> Job:
     other = request.other or OTHER
     rules = (*default_rules(transform, request), *request.rules)
     choices = resolve(transform.outputs, default=other, rules=rules, dtype_of=target.of)
+    hessians = _hessians(request, checkpoint, transform)
     quantizers: dict[str, Quantizer] = dict(choices.quantizers)
+    coded_names = {output.name for output in coded}
+    notes = {name: lines for name, lines in choices.notes.items() if name not in coded_names}
+    if hessians is not None:
+        rest = tuple(output for output in transform.outputs if output.name not in coded_names)
+        quantizers, uncalibrated = calibrated_affine(quantizers, rest, hessians)
+        notes = {name: (*notes.get(name, ()), *uncalibrated.get(name, ())) for name in {*notes, *uncalibrated}}
     for output in coded:
-        quantizers[output.name] = _quantizer(output, request, target)
-    kept_notes = {name: lines for name, lines in choices.notes.items() if name not in {output.name for output in coded}}
-    chosen = Choices(quantizers=quantizers, notes=kept_notes)
+        encoder, lines = _encoder(output, hessians)
+        quantizers[output.name] = _quantizer(output, request, target, encoder)
+        if lines:
+            notes[output.name] = lines
+    chosen = Choices(quantizers=quantizers, notes=notes)
     is_packed = request.form == "packed"
     extras = JobExtras(
         config=_packed_config(coded, quantizers) if is_packed else {},
         files={MODEL_FILE: _stock_model_source()} if is_packed else {},
-        notes=kept_notes,
+        notes=notes,
         plan_notes=(*target.notes(), *chosen.counted_notes()),
         dtype=target.config_dtype,
         default_entry=packed_entry(other),
-        request=request.to_json(),
+        request={**request.to_json(), **({} if hessians is None else {"calibration": hessians.to_json()})},
         kind=f"trellis-{request.form}",
         is_stock=not is_packed,
         tags=(f"trellis-k{request.options.k}", *(("rotated",) if request.rotation_seed is not None else ())),
@@ -218,14 +239,29 @@ def _transform(checkpoint: Checkpoint, request: TrellisRequest) -> TransformPlan
         raise UserError(error.message, hint=f"{error.hint}; {hint}" if error.hint else hint) from error
 
 
-def _quantizer(output: OutputTensor, request: TrellisRequest, target: StoredDtype) -> Quantizer:
+def _hessians(request: TrellisRequest, checkpoint: Checkpoint, transform: TransformPlan) -> Hessians | None:
+    if request.hessians is None:
+        return None
+    return open_hessians(request.hessians, checkpoint, transform, sink_weight=request.sink_weight)
+
+
+def _encoder(output: OutputTensor, hessians: Hessians | None) -> tuple[Encoder, tuple[str, ...]]:
+    """LDLQ where there is a Hessian; a note where one was wanted and is missing."""
+    if hessians is None:
+        return PlainEncoder(), ()
+    if not hessians.has(output):
+        return PlainEncoder(), ("coded without feedback: nothing to calibrate it on",)
+    return LdlqEncoder(width=output.shape[-1], hessians=hessians), ()
+
+
+def _quantizer(output: OutputTensor, request: TrellisRequest, target: StoredDtype, encoder: Encoder) -> Quantizer:
     along_outputs = output.role is Role.O or (output.role is Role.DOWN and request.down_axis == "out")
     axis: Literal[0, 1] = 0 if along_outputs else 1
     dtype = target.of(output)
     if request.form == "packed":
-        return TrellisPacked(options=request.options, axis=axis, tick=request.tick)
+        return TrellisPacked(options=request.options, axis=axis, tick=request.tick, encoder=encoder)
     if request.form == "fake-quant":
-        return TrellisFakeQuant(options=request.options, axis=axis, tick=request.tick, dtype=dtype)
+        return TrellisFakeQuant(options=request.options, axis=axis, tick=request.tick, encoder=encoder, dtype=dtype)
     width = output.shape[-1]
     if width % CARRIER_GROUP:
         raise UserError(
@@ -233,7 +269,7 @@ def _quantizer(output: OutputTensor, request: TrellisRequest, target: StoredDtyp
             hint="--fake-quant stores the same values dense",
         )
     carrier = AffineRtn(bits=CARRIER_BITS, group_size=CARRIER_GROUP, mode="affine", dtype=dtype)
-    return TrellisCarrier(options=request.options, axis=axis, tick=request.tick, carrier=carrier)
+    return TrellisCarrier(options=request.options, axis=axis, tick=request.tick, encoder=encoder, carrier=carrier)
 
 
 def _packed_config(coded: Sequence[OutputTensor], quantizers: Mapping[str, Quantizer]) -> dict[str, Any]:

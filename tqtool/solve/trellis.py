@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -192,10 +192,51 @@ def _level_inputs(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Coded:
+    """A coded weight with what the manifest says of how it was found."""
+
+    matrix: TrellisMatrix
+    stats: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+class Encoder(Protocol):
+    """Finds the path of a weight: the search alone, or with feedback under a Hessian."""
+
+    @property
+    def prefix(self) -> str:
+        """Begins the quantizer's label: empty, or ``ldlq``."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory beyond that of the plain search."""
+
+    def __call__(
+        self, name: str, weight: NDArray[np.float32], spec: TrellisSpec, options: TrellisOptions, tick: Tick
+    ) -> Coded:
+        """Code ``weight [out, in]`` as ``spec`` says."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainEncoder:
+    """The search alone: every weight counts the same."""
+
+    prefix: str = ""
+    scratch_bytes: int = 0
+
+    def __call__(
+        self, name: str, weight: NDArray[np.float32], spec: TrellisSpec, options: TrellisOptions, tick: Tick
+    ) -> Coded:
+        """See ``encode_weight``."""
+        return Coded(matrix=encode_weight(name, weight, spec, options, tick=tick))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Trellis:
     options: TrellisOptions
     axis: Literal[0, 1]
     tick: Tick = field(default=_no_tick, compare=False)
+    encoder: Encoder = field(default=PlainEncoder())
 
     def spec(self, shape: tuple[int, ...], name: str) -> TrellisSpec:
         """Spec of a weight ``[out, in]``."""
@@ -205,26 +246,27 @@ class _Trellis:
             (shape[0], shape[1]), k=self.options.k, axis=self.axis, window=self.options.window, code=self.options.code
         )
 
-    def encode(self, name: str, weight: NDArray[np.float32]) -> TrellisMatrix:
-        return encode_weight(name, weight, self.spec(weight.shape, name), self.options, tick=self.tick)
+    def encode(self, name: str, weight: NDArray[np.float32]) -> Coded:
+        """The coded weight, with statistics and notes for the manifest."""
+        coded = self.encoder(name, weight, self.spec(weight.shape, name), self.options, self.tick)
+        matrix = coded.matrix
+        stats = {"relative_error": matrix.relative_error, "padded_weights": float(matrix.spec.n_padding)}
+        dead = int(np.count_nonzero(matrix.scales == 0))
+        notes = (f"{dead} rows of zeros",) if dead else ()
+        return Coded(matrix=matrix, stats={**stats, **coded.stats}, notes=(*notes, *coded.notes))
 
     @property
     def scratch_bytes(self) -> int:
         """Memory of one chunk in flight (32 bytes a weight, measured) and of the encoder's cost rows, per thread."""
         threads = self.options.threads or os.cpu_count() or 1
         cost_rows = 8 * (BLOCK + 3) << (self.options.window - self.options.k)
-        return 32 * CHUNK_WEIGHTS + threads * cost_rows
-
-    def describe(self, matrix: TrellisMatrix) -> tuple[dict[str, float], tuple[str, ...]]:
-        """Statistics and notes of a coded weight, for the manifest."""
-        stats = {"relative_error": matrix.relative_error, "padded_weights": float(matrix.spec.n_padding)}
-        dead = int(np.count_nonzero(matrix.scales == 0))
-        return stats, ((f"{dead} rows of zeros",) if dead else ())
+        return 32 * CHUNK_WEIGHTS + threads * cost_rows + self.encoder.scratch_bytes
 
     @property
     def name(self) -> str:
         window = "" if self.options.window == 12 else f" L{self.options.window}"
-        return f"trellis k{self.options.k} {self.options.code}{window} axis{self.axis}"
+        prefix = f"{self.encoder.prefix} " if self.encoder.prefix else ""
+        return f"{prefix}trellis k{self.options.k} {self.options.code}{window} axis{self.axis}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,11 +293,9 @@ class TrellisPacked(_Trellis):
 
     def run(self, name: str, weight: NDArray[np.float32]) -> QuantResult:
         """Code and pack."""
-        matrix = self.encode(name, weight)
-        stats, notes = self.describe(matrix)
-        return QuantResult(
-            tensors={name: matrix.words, f"{module_of(name)}.scales": matrix.scales}, stats=stats, notes=notes
-        )
+        coded = self.encode(name, weight)
+        tensors: dict[str, NDArray[Any]] = {name: coded.matrix.words, f"{module_of(name)}.scales": coded.matrix.scales}
+        return QuantResult(tensors=tensors, stats=coded.stats, notes=coded.notes)
 
     def config_entry(self) -> ConfigEntry:
         """Not listed in ``quantization``: stock loaders would refuse the entry. It stands under ``trellis``."""
@@ -280,8 +320,8 @@ class TrellisFakeQuant(_Trellis):
 
     def run(self, name: str, weight: NDArray[np.float32]) -> QuantResult:
         """Code, decode, round."""
-        values, stats, notes = _decoded(self, name, weight)
-        return QuantResult(tensors={name: cast(name, values, self.dtype)}, stats=stats, notes=notes)
+        values, coded = _decoded(self, name, weight)
+        return QuantResult(tensors={name: cast(name, values, self.dtype)}, stats=coded.stats, notes=coded.notes)
 
     def config_entry(self) -> ConfigEntry:
         """Dense: an explicit ``false``."""
@@ -306,19 +346,18 @@ class TrellisCarrier(_Trellis):
 
     def run(self, name: str, weight: NDArray[np.float32]) -> QuantResult:
         """Code, decode, quantize to the carrier."""
-        values, stats, notes = _decoded(self, name, weight)
+        values, coded = _decoded(self, name, weight)
         carried = self.carrier.run(name, values)
-        return QuantResult(tensors=carried.tensors, stats={**stats, **carried.stats}, notes=(*notes, *carried.notes))
+        stats, notes = {**coded.stats, **carried.stats}, (*coded.notes, *carried.notes)
+        return QuantResult(tensors=carried.tensors, stats=stats, notes=notes)
 
     def config_entry(self) -> ConfigEntry:
         """The carrier's."""
         return self.carrier.config_entry()
 
 
-def _decoded(
-    quantizer: _Trellis, name: str, weight: NDArray[np.float32]
-) -> tuple[NDArray[np.float32], dict[str, float], tuple[str, ...]]:
-    matrix = quantizer.encode(name, weight)
+def _decoded(quantizer: _Trellis, name: str, weight: NDArray[np.float32]) -> tuple[NDArray[np.float32], Coded]:
+    coded = quantizer.encode(name, weight)
+    matrix = coded.matrix
     values = native.trellis_expand(matrix.words, matrix.scales, matrix.spec, threads=quantizer.options.threads)
-    stats, notes = quantizer.describe(matrix)
-    return np.ascontiguousarray(values if quantizer.axis == 1 else values.T), stats, notes
+    return np.ascontiguousarray(values if quantizer.axis == 1 else values.T), coded
