@@ -86,7 +86,7 @@ def test_the_bytes_are_those_of_the_solver_under_that_modules_hessian(work, conv
     hessian = combine(moments, sink_weight=8)
     assert np.allclose(hessian.matrix, rows / (moments.rows + len(moments.sinks)), rtol=1e-12)
     weight = TINY.tensors()["model.layers.1.mlp.down_proj.weight"].astype(np.float32)
-    options = GptqOptions(bits=4, group_size=64, dtype=DType.BF16)
+    options = GptqOptions(bits=4, group_size=64, dtype=DType.BF16, grid="search")
     expected = gptq_quantize("w", weight, hessian, options)
     assert stored["model.layers.1.mlp.down_proj.weight"][2] == expected.words.tobytes()
     assert stored["model.layers.1.mlp.down_proj.scales"][2] == expected.scales.astype(ml_dtypes.bfloat16).tobytes()

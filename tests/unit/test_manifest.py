@@ -40,6 +40,7 @@ def example() -> Manifest:
                 role="q",
                 source="a.weight",
                 source_sha256=HASH,
+                key=None,
                 folds=["· R"],
                 quantizer="affine4 g64",
                 shape=[2, 64],

@@ -45,6 +45,9 @@ def convert(
     sink_weight: Annotated[
         float | None, typer.Option("--sink-weight", help="Ordinary rows that an attention sink counts for (gptq).")
     ] = None,
+    reuse: Annotated[
+        list[Path] | None, typer.Option("--reuse", help="Artifact to take equal tensors from; repeatable.")
+    ] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
     check: Annotated[str, typer.Option("--check", help="After writing: forward, load or none.")] = "forward",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact of tqtool at OUT.")] = False,
@@ -81,6 +84,7 @@ def convert(
         rotation_seed=(DEFAULT_SEED if rotation_seed is None else rotation_seed) if rotate else None,
         overwrite=overwrite,
         hessians=hessians,
+        reuse=tuple(reuse or ()),
         sink_weight=SINK_WEIGHT if sink_weight is None else sink_weight,
     )
     if hessians is not None and packing is None:

@@ -29,6 +29,7 @@ def trellis(
     model: Annotated[str | None, typer.Option("--hf-path", "--model", help="Same as SRC.")] = None,
     mlx_path: Annotated[Path | None, typer.Option("--mlx-path", help="Same as OUT.")] = None,
     k: Annotated[int, typer.Option("--k", "-k", help="Bits per weight, 1-4.")] = 3,
+    k_map: Annotated[Path | None, typer.Option("--k-map", help="JSON file with bits for single modules.")] = None,
     modules: Annotated[
         list[str] | None, typer.Option("--modules", help="mlp, all, or a glob of module paths; repeatable. [mlp]")
     ] = None,
@@ -59,6 +60,9 @@ def trellis(
     sink_weight: Annotated[
         float | None, typer.Option("--sink-weight", help="Ordinary rows that an attention sink counts for (--ldlq).")
     ] = None,
+    reuse: Annotated[
+        list[Path] | None, typer.Option("--reuse", help="Artifact to take equal tensors from; repeatable.")
+    ] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
     threads: Annotated[int, typer.Option("--threads", min=0, help="Encoder threads; 0 is one per core.")] = 0,
     check: Annotated[str, typer.Option("--check", help="After writing: forward, load or none.")] = "forward",
@@ -69,6 +73,7 @@ def trellis(
     """Parse, plan, run, render."""
     from tqtool.artifact.reload import parse_depth
     from tqtool.errors import UserError
+    from tqtool.formats.kmap import read_kmap
     from tqtool.mathx.codes import parse_code
     from tqtool.pipeline.calibrated import SINK_WEIGHT
     from tqtool.pipeline.rules import packed_setting, parse_rule
@@ -106,6 +111,8 @@ def trellis(
         rotation_seed=(DEFAULT_SEED if rotation_seed is None else rotation_seed) if rotate else None,
         overwrite=overwrite,
         hessians=ldlq,
+        reuse=tuple(reuse or ()),
+        k_map={} if k_map is None else read_kmap(k_map),
         sink_weight=SINK_WEIGHT if sink_weight is None else sink_weight,
         tick=meter,
     )

@@ -69,6 +69,7 @@ class TensorRecord(_Model):
     role: str
     source: str
     source_sha256: Sha256
+    key: Sha256 | None
     folds: list[str]
     quantizer: str
     shape: list[Count]

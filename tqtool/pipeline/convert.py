@@ -43,6 +43,7 @@ class ConvertRequest:
         overwrite: Replace an existing artifact of tqtool.
         hessians: Calibration folder; given, affine modules are solved by GPTQ.
         sink_weight: How many ordinary rows a sink row counts for.
+        reuse: Artifacts to take tensors from where nothing that decides them differs.
     """
 
     source: str
@@ -55,6 +56,7 @@ class ConvertRequest:
     overwrite: bool = False
     hessians: Path | None = None
     sink_weight: float = SINK_WEIGHT
+    reuse: tuple[Path, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """What the manifest records: all that decides bytes, no paths."""
@@ -89,6 +91,7 @@ def plan_convert(request: ConvertRequest) -> Job:
         request={**request.to_json(), **calibration},
         tags=_tags(request, choices.main_bits(transform.outputs)),
         overwrite=request.overwrite,
+        reuse=request.reuse,
     )
     return plan_job(checkpoint, transform, choices.choose, out=request.out, extras=extras)
 

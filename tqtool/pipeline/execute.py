@@ -27,6 +27,7 @@ from tqtool.pipeline.provenance import (
     tensor_record,
     transform_records,
 )
+from tqtool.pipeline.reuse import Shelf, tensor_key
 from tqtool.solve.quantizer import QuantResult, ReadRows, RowQuantizer
 from tqtool.source.checkpoint import Checkpoint
 from tqtool.source.checks import require_finite
@@ -98,41 +99,56 @@ def execute(job: Job, progress: Progress, check: Check | None) -> tuple[Manifest
     planned = [stored for work in job.works for stored in work.stored]
     parameters = job.plan.totals.parameters
     records: list[TensorRecord] = []
+    shelf = Shelf(job.extras.reuse)
     with (
         ThreadPoolExecutor(max_workers=1) as hasher,
         ArtifactWriter(job.out, planned, total_parameters=parameters, overwrite=job.extras.overwrite) as writer,
     ):
         reader = SourceReader(job.checkpoint, hasher)
         for work in job.works:
-            result = quantize(work, reader)
+            known_notes = job.extras.notes.get(work.output.name, ())
+            result, key = quantize(work, reader, shelf, known_notes)
             for name, array in result.tensors.items():
                 writer.write(name, array)
-            notes = (*job.extras.notes.get(work.output.name, ()), *result.notes)
-            records.append(tensor_record(work, result, notes, reader.sha256(work.output.source), writer))
+            notes = (*known_notes, *result.notes)
+            source_sha256 = reader.sha256(work.output.source)
+            records.append(tensor_record(work, result, notes, source_sha256=source_sha256, key=key, writer=writer))
             del result  # not held while the next tensor is read
             progress(work.parameters, work.output.name)
         manifest = _write_companions(job, writer, reader, records)
         if check is not None:
             check(writer.folder)
         writer.commit()
-    return manifest, tuple(writer.notes)
+    reused = (f"{shelf.taken} tensors reused",) if job.extras.reuse else ()
+    return manifest, (*writer.notes, *reused)
 
 
-def quantize(work: Work, reader: SourceReader) -> QuantResult:
-    """Fold and quantize one tensor; ArtifactError when the quantizer breaks its promise."""
-    output = work.output
+def quantize(
+    work: Work, reader: SourceReader, shelf: Shelf, known_notes: tuple[str, ...]
+) -> tuple[QuantResult, str | None]:
+    """Fold and quantize one tensor, or take it from the shelf; with the key it can be found by later.
+
+    Raises:
+        ArtifactError: the quantizer breaks its promise, or the tensor on the shelf is damaged.
+    """
+    output, key = work.output, None
     if isinstance(work.quantizer, RowQuantizer) and not output.ops and len(output.shape) <= 2:
         result = work.quantizer.run_rows(output.name, output.shape, reader.rows(output.source))
     else:
         weight = apply_folds(output, reader.read)
         if not reader.has_read(output.source):
             reader.read(output.source)  # a fill reads nothing, but provenance and finiteness cover every source
-        result = work.quantizer.run(output.name, weight)
-    found = [(name, dtype_of(array), tuple(array.shape)) for name, array in result.tensors.items()]
+        key = tensor_key(work, reader.sha256)
+        found = shelf.take(key, work, known_notes)
+        result = work.quantizer.run(output.name, weight) if found is None else found
+        tick = getattr(work.quantizer, "tick", None)
+        if found is not None and tick is not None:
+            tick(work.parameters)  # the encoder would have said so
+    returned = [(name, dtype_of(array), tuple(array.shape)) for name, array in result.tensors.items()]
     promised = [(stored.name, stored.dtype, stored.shape) for stored in work.stored]
-    if found != promised:
-        raise ArtifactError(f"{output.name}: {work.quantizer.label} promised {promised}, returned {found}")
-    return result
+    if returned != promised:
+        raise ArtifactError(f"{output.name}: {work.quantizer.label} promised {promised}, returned {returned}")
+    return result, key
 
 
 def _write_companions(job: Job, writer: ArtifactWriter, reader: SourceReader, records: list[TensorRecord]) -> Manifest:

@@ -55,6 +55,7 @@ class JobExtras:
         is_stock: False when stock mlx-lm cannot load the artifact by itself.
         tags: Further tags of the model card.
         overwrite: Replace an existing artifact of tqtool under ``out``.
+        reuse: Artifacts to take tensors from where their keys match.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -69,6 +70,7 @@ class JobExtras:
     is_stock: bool = True
     tags: tuple[str, ...] = ()
     overwrite: bool = False
+    reuse: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

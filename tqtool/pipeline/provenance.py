@@ -70,7 +70,13 @@ def optiq_metadata(records: Sequence[TransformRecord], job: Job) -> bytes:
 
 
 def tensor_record(
-    work: Work, result: QuantResult, notes: tuple[str, ...], source_sha256: str, writer: ArtifactWriter
+    work: Work,
+    result: QuantResult,
+    notes: tuple[str, ...],
+    *,
+    source_sha256: str,
+    key: str | None,
+    writer: ArtifactWriter,
 ) -> TensorRecord:
     """The manifest row of one written tensor."""
     places = shard_of(writer.shards)
@@ -80,6 +86,7 @@ def tensor_record(
         role=work.output.role.value,
         source=work.output.source,
         source_sha256=source_sha256,
+        key=key,
         folds=[str(op) for op in work.output.ops],
         quantizer=work.quantizer.label,
         shape=list(work.output.shape),

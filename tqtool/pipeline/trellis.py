@@ -7,8 +7,9 @@ residual along their inputs, writers along their outputs. Everything else is pac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Literal
 
 from tqtool.artifact.reload import Depth, compare_modules, reload_stock
 from tqtool.errors import ArtifactError, UserError
+from tqtool.formats.kmap import rates_of
 from tqtool.formats.trellis import FORMAT_VERSION, TrellisSpec
 from tqtool.mathx.signs import require_seed
 from tqtool.pipeline.calibrated import SINK_WEIGHT, Hessians, LdlqEncoder, calibrated_affine, open_hessians
@@ -72,6 +74,8 @@ class TrellisRequest:
         overwrite: Replace an existing artifact of tqtool.
         hessians: Calibration folder; given, coded modules are coded with feedback (LDLQ) and affine ones by GPTQ.
         sink_weight: How many ordinary rows a sink row counts for.
+        k_map: Module path or glob → bits, for modules that differ from ``options.k``.
+        reuse: Artifacts to take tensors from where nothing that decides them differs.
     """
 
     source: str
@@ -87,6 +91,8 @@ class TrellisRequest:
     overwrite: bool = False
     hessians: Path | None = None
     sink_weight: float = SINK_WEIGHT
+    reuse: tuple[Path, ...] = ()
+    k_map: Mapping[str, int] = field(default_factory=dict)
     tick: Tick = field(default=lambda weights: None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -94,6 +100,7 @@ class TrellisRequest:
         return {
             "verb": "trellis",
             "k": self.options.k,
+            "k_map": dict(self.k_map),
             "window": self.options.window,
             "code": self.options.code,
             "warmup": self.options.warmup,
@@ -143,9 +150,11 @@ def plan_trellis(request: TrellisRequest) -> Job:
         rest = tuple(output for output in transform.outputs if output.name not in coded_names)
         quantizers, uncalibrated = calibrated_affine(quantizers, rest, hessians)
         notes = {name: (*notes.get(name, ()), *uncalibrated.get(name, ())) for name in {*notes, *uncalibrated}}
+    rates = rates_of(request.k_map, [str(output.module) for output in coded], request.options.k)
     for output in coded:
         encoder, lines = _encoder(output, hessians)
-        quantizers[output.name] = _quantizer(output, request, target, encoder)
+        options = replace(request.options, k=rates[str(output.module)])
+        quantizers[output.name] = _quantizer(output, replace(request, options=options), target, encoder)
         if lines:
             notes[output.name] = lines
     chosen = Choices(quantizers=quantizers, notes=notes)
@@ -160,8 +169,9 @@ def plan_trellis(request: TrellisRequest) -> Job:
         request={**request.to_json(), **({} if hessians is None else {"calibration": hessians.to_json()})},
         kind=f"trellis-{request.form}",
         is_stock=not is_packed,
-        tags=(f"trellis-k{request.options.k}", *(("rotated",) if request.rotation_seed is not None else ())),
+        tags=(_rate_tag(coded, rates), *(("rotated",) if request.rotation_seed is not None else ())),
         overwrite=request.overwrite,
+        reuse=request.reuse,
     )
     return plan_job(checkpoint, transform, chosen.choose, out=request.out, extras=extras)
 
@@ -237,6 +247,13 @@ def _transform(checkpoint: Checkpoint, request: TrellisRequest) -> TransformPlan
             raise
         hint = "--no-rotate-weights codes the weights as they are (worse: the trellis expects Gaussian weights)"
         raise UserError(error.message, hint=f"{error.hint}; {hint}" if error.hint else hint) from error
+
+
+def _rate_tag(coded: Sequence[OutputTensor], rates: Mapping[str, int]) -> str:
+    """``trellis-k3``, or the mean over weights where modules differ."""
+    weights = {str(output.module): math.prod(output.shape) for output in coded}
+    mean = sum(rates[module] * count for module, count in weights.items()) / sum(weights.values())
+    return f"trellis-k{mean:.0f}" if mean == round(mean) else f"trellis-k{mean:.2f}"
 
 
 def _hessians(request: TrellisRequest, checkpoint: Checkpoint, transform: TransformPlan) -> Hessians | None:

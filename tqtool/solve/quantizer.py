@@ -76,6 +76,14 @@ class RowQuantizer(Protocol):
         """Quantize a weight of ``shape`` through ``read_rows(start, stop)``."""
 
 
+@runtime_checkable
+class Reusable(Protocol):
+    """A quantizer whose results are worth keeping: making them takes longer than reading them."""
+
+    def recipe(self, name: str) -> dict[str, Any]:
+        """All that decides the result for the tensor ``name`` beside its values, JSON-ready."""
+
+
 def scratch_bytes(quantizer: Quantizer) -> int:
     """Memory ``run`` needs beyond its input and result: the quantizer's own ``scratch_bytes``, or a plain guess."""
     return int(getattr(quantizer, "scratch_bytes", DEFAULT_SCRATCH_BYTES))

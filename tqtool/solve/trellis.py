@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -211,6 +211,9 @@ class Encoder(Protocol):
     def scratch_bytes(self) -> int:
         """Memory beyond that of the plain search."""
 
+    def recipe(self, name: str) -> dict[str, Any]:
+        """What decides its result beside the code."""
+
     def __call__(
         self, name: str, weight: NDArray[np.float32], spec: TrellisSpec, options: TrellisOptions, tick: Tick
     ) -> Coded:
@@ -223,6 +226,10 @@ class PlainEncoder:
 
     prefix: str = ""
     scratch_bytes: int = 0
+
+    def recipe(self, name: str) -> dict[str, Any]:
+        """Nothing."""
+        return {}
 
     def __call__(
         self, name: str, weight: NDArray[np.float32], spec: TrellisSpec, options: TrellisOptions, tick: Tick
@@ -262,6 +269,16 @@ class _Trellis:
         cost_rows = 8 * (BLOCK + 3) << (self.options.window - self.options.k)
         return 32 * CHUNK_WEIGHTS + threads * cost_rows + self.encoder.scratch_bytes
 
+    def recipe(self, name: str) -> dict[str, Any]:
+        """Code, axis, form and what the encoder adds; not the number of threads."""
+        options = {key: value for key, value in asdict(self.options).items() if key != "threads"}
+        return {"label": self.label, "axis": self.axis, **options, "encoder": self.encoder.recipe(name)}
+
+    @property
+    def label(self) -> str:
+        """``trellis k3 mul1 axis1``; forms that do not store it packed say so."""
+        return self.name
+
     @property
     def name(self) -> str:
         window = "" if self.options.window == 12 else f" L{self.options.window}"
@@ -272,11 +289,6 @@ class _Trellis:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrellisPacked(_Trellis):
     """Words and scales of format v1."""
-
-    @property
-    def label(self) -> str:
-        """``trellis k3 mul1 axis1``."""
-        return self.name
 
     def outputs(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
         """``.weight`` uint32 words and ``.scales`` float16."""
@@ -308,6 +320,10 @@ class TrellisFakeQuant(_Trellis):
 
     dtype: DType = DType.BF16
 
+    def recipe(self, name: str) -> dict[str, Any]:
+        """Also the type the values are rounded to."""
+        return {**_Trellis.recipe(self, name), "dtype": self.dtype.value}
+
     @property
     def label(self) -> str:
         """``fake trellis k3 mul1 axis1``."""
@@ -333,6 +349,10 @@ class TrellisCarrier(_Trellis):
     """The decoded values in 8-bit affine: stock mlx-lm's speed and about twice the packed size."""
 
     carrier: AffineRtn
+
+    def recipe(self, name: str) -> dict[str, Any]:
+        """Also the carrier, whose label names its packing."""
+        return {**_Trellis.recipe(self, name), "dtype": self.carrier.dtype.value}
 
     @property
     def label(self) -> str:

@@ -249,7 +249,7 @@ class TransformPlan:
                     "shape": list(output.shape),
                     "role": output.role.value,
                     "module": output.module,
-                    "ops": [_op_to_json(op) for op in output.ops],
+                    "ops": [op_to_json(op) for op in output.ops],
                 }
                 for output in self.outputs
             ],
@@ -302,7 +302,8 @@ def _rotation_to_json(rotation: Rotation) -> dict[str, Any]:
     return {"n": rotation.n, "signs_lane": rotation.signs_lane, "seed": rotation.seed}
 
 
-def _op_to_json(op: Op) -> dict[str, Any]:
+def op_to_json(op: Op) -> dict[str, Any]:
+    """JSON-ready form of one fold."""
     match op:
         case ScaleInput():
             return {"op": "scale_input", "gain": op.gain, "offset": op.offset}

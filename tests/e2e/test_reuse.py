@@ -1,0 +1,164 @@
+"""``--reuse``: the artifact made with it is byte for byte the one made without, and nothing else is taken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import run
+from tests.support.tensors import all_files
+from tests.support.tiny_models import Tiny, write_tiny, write_weights
+from tqtool.calibration.calibrate import CalibrationRequest, calibrate, plan_calibration
+
+TINY = Tiny(layers=2, tied=False)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reuse")
+    write_tiny(folder / "source", TINY)
+    (folder / "text.txt").write_text("\n".join(f"w{3 + 7 * index % 317}" for index in range(1500)))
+    for seed in (None, 42):
+        out = folder / ("plain" if seed is None else "rotated")
+        request = CalibrationRequest(
+            source=str(folder / "source"), out=out, text=folder / "text.txt", rows=6, context=100, rotation_seed=seed
+        )
+        calibrate(plan_calibration(request))
+    return folder
+
+
+@pytest.fixture
+def tqtool(capsys, monkeypatch, work):
+    def call(*arguments: object) -> str:
+        answer = run(capsys, monkeypatch, arguments[0], work / "source", *arguments[1:], "--check", "none")
+        assert answer.code == 0, answer.err
+        return answer.err
+
+    return call
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("command", "coded"),
+    [
+        (("trellis", "-k", "2", "--modules", "all"), 14),
+        (("trellis", "-k", "2", "--fake-quant"), 6),
+        (("trellis", "-k", "2", "--carrier"), 6),
+        (("trellis", "-k", "2", "--ldlq", "rotated"), 15),
+        (("convert", "--bits", "3", "--method", "gptq", "--hessians", "plain"), 15),
+    ],
+    ids=["packed", "fake", "carrier", "ldlq", "gptq"],
+)
+def test_a_spliced_artifact_is_the_one_made_anew(tqtool, work, tmp_path, command, coded):
+    verb, *options = [work / part if part in ("plain", "rotated") else part for part in command]
+    tqtool(verb, tmp_path / "first", *options)
+    err = tqtool(verb, tmp_path / "second", *options, "--reuse", tmp_path / "first")
+    assert f"note: {coded} tensors reused" in err
+    assert contents(tmp_path / "second") == contents(tmp_path / "first")
+
+
+def test_only_what_is_equal_is_taken(tqtool, work, tmp_path):
+    """Another rate, window, axis, seed, form, Hessian weight or source: nothing may come from the shelf."""
+    tqtool("trellis", tmp_path / "shelf", "-k", "2", "--ldlq", work / "rotated")
+    shelf = ("--reuse", tmp_path / "shelf")
+    for number, options in enumerate(
+        (
+            ("-k", "3", "--ldlq", work / "rotated"),
+            ("-k", "2", "--warmup", "16", "--ldlq", work / "rotated"),
+            ("-k", "2", "--code", "1mad", "--ldlq", work / "rotated"),
+            ("-k", "2", "--ldlq", work / "rotated", "--sink-weight", "3"),
+            ("-k", "2"),
+            ("-k", "2", "--rotation-seed", "7"),
+            ("-k", "2", "--fake-quant", "--ldlq", work / "rotated"),
+        )
+    ):
+        tqtool("trellis", tmp_path / str(number), *options, *shelf)
+        taken = [row for row in keys(tmp_path / str(number)) & keys(tmp_path / "shelf") if "mlp" in row[0]]
+        assert not taken, options
+    err = tqtool("trellis", tmp_path / "axis", "-k", "2", "--down-axis", "in", "--ldlq", work / "rotated", *shelf)
+    shared = {module for module, _ in keys(tmp_path / "axis") & keys(tmp_path / "shelf")}
+    assert {module.rpartition(".")[2] for module in shared} >= {"gate_proj", "up_proj"}
+    assert not any(module.endswith("down_proj") for module in shared)
+
+
+def keys(folder: Path) -> set[tuple[str, str]]:
+    manifest = json.loads((folder / "tqtool" / "manifest.json").read_text())
+    return {(record["module"], record["key"]) for record in manifest["tensors"] if record["key"]}
+
+
+def test_a_changed_gain_changes_the_key(tqtool, work, tmp_path, capsys, monkeypatch):
+    """The weight is the same; the norm that is folded into it is not."""
+    tqtool("trellis", tmp_path / "first", "-k", "2")
+    other = write_tiny(tmp_path / "other", TINY)
+    tensors = TINY.tensors()
+    tensors["model.layers.0.post_attention_layernorm.weight"][5] += 1
+    write_weights(other, tensors)
+    arguments = ("trellis", other, tmp_path / "second", "-k", "2", "--check", "none", "--reuse", tmp_path / "first")
+    assert "note: 4 tensors reused" in run(capsys, monkeypatch, *arguments).err
+    changed = {module for module, _ in keys(tmp_path / "second") - keys(tmp_path / "first")}
+    assert changed == {"model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"}
+
+
+def test_mixing_two_rates_codes_nothing(tqtool, tmp_path):
+    for k in (2, 3):
+        tqtool("trellis", tmp_path / f"k{k}", "-k", k)
+    shelves = ("--reuse", tmp_path / "k2", "--reuse", tmp_path / "k3")
+    (tmp_path / "map.json").write_text(json.dumps({"k": {"model.layers.0.mlp.*": 3, "*.up_proj": 2}}))
+    err = tqtool("trellis", tmp_path / "mix", "-k", "2", "--k-map", tmp_path / "map.json", *shelves)
+    assert "note: 6 tensors reused" in err
+    modules = json.loads((tmp_path / "mix" / "config.json").read_text())["trellis"]["modules"]
+    rates = {path.removeprefix("model.layers."): spec["k"] for path, spec in modules.items()}
+    assert rates == {
+        f"{i}.mlp.{p}_proj": 3 if (i, p) in ((0, "gate"), (0, "down")) else 2
+        for i in (0, 1)
+        for p in ("gate", "up", "down")
+    }
+
+
+def test_a_damaged_shelf_is_refused_and_nothing_is_left(tqtool, work, tmp_path, capsys, monkeypatch):
+    tqtool("trellis", tmp_path / "first", "-k", "2")
+    shard = tmp_path / "first" / "model.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-50_000:] = bytes(50_000)
+    shard.write_bytes(data)
+    before = all_files(tmp_path)
+    arguments = (
+        "trellis",
+        work / "source",
+        tmp_path / "out",
+        "-k",
+        "2",
+        "--check",
+        "none",
+        "--reuse",
+        tmp_path / "first",
+    )
+    answer = run(capsys, monkeypatch, *arguments)
+    assert (answer.code, "its bytes are not those of its manifest" in answer.err) == (4, True), answer.err
+    assert all_files(tmp_path) == before
+    answer = run(capsys, monkeypatch, *arguments[:-1], work / "source")
+    assert answer.code == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ('{"k": {"model.layers.9.mlp.up_proj": 3}}', "matches no coded module"),
+        ('{"k": {"*": 5}}', "expected 1, 2, 3 or 4"),
+        ('{"k": {"*": 2.0}}', "expected 1, 2, 3 or 4"),
+        ('{"k": []}', 'expected {"k"'),
+        ('{"rates": {}}', 'expected {"k"'),
+    ],
+)
+def test_a_malformed_map_is_refused(work, tmp_path, capsys, monkeypatch, text, message):
+    (tmp_path / "map.json").write_text(text)
+    answer = run(
+        capsys, monkeypatch, "trellis", work / "source", tmp_path / "out", "--k-map", tmp_path / "map.json", "--dry-run"
+    )
+    assert (answer.code, message in answer.err) == (2, True), answer.err
