@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.support.command import run
 from tests.support.tensors import all_files
 from tests.support.tiny_models import Tiny, write_tiny, write_weights
 from tqtool.calibration.calibrate import CalibrationRequest, calibrate, plan_calibration
+from tqtool.solve import trellis as solver
 
 TINY = Tiny(layers=2, tied=False)
 
@@ -162,3 +164,34 @@ def test_a_malformed_map_is_refused(work, tmp_path, capsys, monkeypatch, text, m
         capsys, monkeypatch, "trellis", work / "source", tmp_path / "out", "--k-map", tmp_path / "map.json", "--dry-run"
     )
     assert (answer.code, message in answer.err) == (2, True), answer.err
+
+
+def test_a_run_that_is_killed_goes_on_from_its_journal(work, tmp_path, capsys, monkeypatch):
+    """Stopped inside the fifth of 14 coded tensors: four are kept, the rest is coded, the bytes are the same."""
+    options = ("-k", "2", "--modules", "all", "--check", "none")
+    assert run(capsys, monkeypatch, "trellis", work / "source", tmp_path / "whole", *options).code == 0
+    done = []
+    encode = solver.encode_weight
+
+    def stopping(name, *arguments, **named):
+        if len(done) == 4:
+            raise KeyboardInterrupt
+        done.append(name)
+        return encode(name, *arguments, **named)
+
+    again = ("trellis", work / "source", tmp_path / "out", *options, "--journal", tmp_path / "journal")
+    with monkeypatch.context() as patch:
+        patch.setattr(solver, "encode_weight", stopping)
+        run(capsys, patch, *again)
+    kept = list((tmp_path / "journal").iterdir())
+    assert len(kept) == 4
+    assert not (tmp_path / "out").exists()
+    shutil.copytree(tmp_path / "journal", tmp_path / "copy")
+    answer = run(capsys, monkeypatch, *again)
+    assert (answer.code, "note: 4 tensors reused" in answer.err) == (0, True), answer.err
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert not (tmp_path / "journal").exists()
+    damaged = tmp_path / "copy" / kept[0].name
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+    wrong = run(capsys, monkeypatch, *again[:2], tmp_path / "third", *options, "--journal", tmp_path / "copy")
+    assert (wrong.code, "damaged" in wrong.err) == (4, True), wrong.err

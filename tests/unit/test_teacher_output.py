@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from tqtool.errors import ArtifactError, NumericalError
-from tqtool.evals.output import check_writable, clear_leftovers, whole_file
+from tqtool.artifact.output import check_writable, clear_leftovers, whole_file
 
 WRITER = """
 import sys, time
 from pathlib import Path
-from tqtool.evals.output import whole_file
+from tqtool.artifact.output import whole_file
 with whole_file(Path(sys.argv[1])) as (file, removed):
     file.write(b"half"); file.flush()
     print("writing", flush=True)

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tqtool.artifact.output import check_writable, whole_file
 from tqtool.calibration.rows import CalibrationRows, read_rows, require_disjoint
 from tqtool.calibration.sinks import RATIO, sink_rows
 from tqtool.errors import ArtifactError, NumericalError, UserError
-from tqtool.evals.output import check_writable, whole_file
 from tqtool.evals.text import tokenizer_hash
 from tqtool.formats.dtypes import DType
 from tqtool.formats.hessians import (

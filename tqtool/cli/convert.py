@@ -48,6 +48,9 @@ def convert(
     reuse: Annotated[
         list[Path] | None, typer.Option("--reuse", help="Artifact to take equal tensors from; repeatable.")
     ] = None,
+    journal: Annotated[
+        Path | None, typer.Option("--journal", help="Folder for finished tensors: a killed run repeated goes on there.")
+    ] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
     check: Annotated[str, typer.Option("--check", help="After writing: forward, load or none.")] = "forward",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact of tqtool at OUT.")] = False,
@@ -85,6 +88,7 @@ def convert(
         overwrite=overwrite,
         hessians=hessians,
         reuse=tuple(reuse or ()),
+        journal=journal,
         sink_weight=SINK_WEIGHT if sink_weight is None else sink_weight,
     )
     if hessians is not None and packing is None:

@@ -63,6 +63,9 @@ def trellis(
     reuse: Annotated[
         list[Path] | None, typer.Option("--reuse", help="Artifact to take equal tensors from; repeatable.")
     ] = None,
+    journal: Annotated[
+        Path | None, typer.Option("--journal", help="Folder for finished tensors: a killed run repeated goes on there.")
+    ] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
     threads: Annotated[int, typer.Option("--threads", min=0, help="Encoder threads; 0 is one per core.")] = 0,
     check: Annotated[str, typer.Option("--check", help="After writing: forward, load or none.")] = "forward",
@@ -112,6 +115,7 @@ def trellis(
         overwrite=overwrite,
         hessians=ldlq,
         reuse=tuple(reuse or ()),
+        journal=journal,
         k_map={} if k_map is None else read_kmap(k_map),
         sink_weight=SINK_WEIGHT if sink_weight is None else sink_weight,
         tick=meter,

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tqtool.artifact.output import check_writable, whole_file
 from tqtool.errors import ArtifactError, UserError
-from tqtool.evals.output import check_writable, whole_file
 from tqtool.evals.proportions import mcnemar
 from tqtool.evals.tasks import TaskReport
 

@@ -12,11 +12,11 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from tqtool.artifact.output import check_writable, whole_file
 from tqtool.errors import UserError
 from tqtool.evals.context import context_warnings
 from tqtool.evals.estimate import perplexity
 from tqtool.evals.logits import gather, top_ids, vocabulary_sums, window_logits
-from tqtool.evals.output import check_writable, whole_file
 from tqtool.evals.text import check_source, read_windows, tokenizer_hash
 from tqtool.formats.safetensors import build_header
 from tqtool.formats.teacher import TENSORS, TeacherInfo, TeacherWindow

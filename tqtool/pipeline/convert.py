@@ -44,6 +44,7 @@ class ConvertRequest:
         hessians: Calibration folder; given, affine modules are solved by GPTQ.
         sink_weight: How many ordinary rows a sink row counts for.
         reuse: Artifacts to take tensors from where nothing that decides them differs.
+        journal: Folder that keeps finished tensors until the artifact is whole.
     """
 
     source: str
@@ -57,6 +58,7 @@ class ConvertRequest:
     hessians: Path | None = None
     sink_weight: float = SINK_WEIGHT
     reuse: tuple[Path, ...] = ()
+    journal: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What the manifest records: all that decides bytes, no paths."""
@@ -92,6 +94,7 @@ def plan_convert(request: ConvertRequest) -> Job:
         tags=_tags(request, choices.main_bits(transform.outputs)),
         overwrite=request.overwrite,
         reuse=request.reuse,
+        journal=request.journal,
     )
     return plan_job(checkpoint, transform, choices.choose, out=request.out, extras=extras)
 

@@ -99,7 +99,7 @@ def execute(job: Job, progress: Progress, check: Check | None) -> tuple[Manifest
     planned = [stored for work in job.works for stored in work.stored]
     parameters = job.plan.totals.parameters
     records: list[TensorRecord] = []
-    shelf = Shelf(job.extras.reuse)
+    shelf = Shelf(job.extras.reuse, job.extras.journal)
     with (
         ThreadPoolExecutor(max_workers=1) as hasher,
         ArtifactWriter(job.out, planned, total_parameters=parameters, overwrite=job.extras.overwrite) as writer,
@@ -119,7 +119,8 @@ def execute(job: Job, progress: Progress, check: Check | None) -> tuple[Manifest
         if check is not None:
             check(writer.folder)
         writer.commit()
-    reused = (f"{shelf.taken} tensors reused",) if job.extras.reuse else ()
+    shelf.clear()
+    reused = (f"{shelf.taken} tensors reused",) if job.extras.reuse or shelf.taken else ()
     return manifest, (*writer.notes, *reused)
 
 
@@ -141,6 +142,8 @@ def quantize(
         key = tensor_key(work, reader.sha256)
         found = shelf.take(key, work, known_notes)
         result = work.quantizer.run(output.name, weight) if found is None else found
+        if found is None:
+            shelf.keep(key, work, result)
         tick = getattr(work.quantizer, "tick", None)
         if found is not None and tick is not None:
             tick(work.parameters)  # the encoder would have said so

@@ -56,6 +56,7 @@ class JobExtras:
         tags: Further tags of the model card.
         overwrite: Replace an existing artifact of tqtool under ``out``.
         reuse: Artifacts to take tensors from where their keys match.
+        journal: Folder that keeps finished tensors until the artifact is whole, for a run that may be killed.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -71,6 +72,7 @@ class JobExtras:
     tags: tuple[str, ...] = ()
     overwrite: bool = False
     reuse: tuple[Path, ...] = ()
+    journal: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

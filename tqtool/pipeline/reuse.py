@@ -1,4 +1,4 @@
-"""Encode once, mix later: tensors of earlier artifacts spliced into a new one when nothing that decides them differs.
+"""Encode once, mix later: tensors of earlier artifacts, or of an interrupted run, spliced in when nothing differs.
 
 What decides a stored tensor is its source, its folds with the norm gains they use, the quantizer's recipe (which names
 the Hessian by its content) and the version of tqtool. The hash of all that is the row's ``key`` in the manifest. An
@@ -10,18 +10,23 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tqtool.artifact.output import whole_file
 from tqtool.artifact.reader import Artifact, open_artifact
-from tqtool.errors import ArtifactError
+from tqtool.errors import ArtifactError, SourceError
 from tqtool.formats.manifest import TensorRecord
+from tqtool.formats.safetensors import build_header, read_header
 from tqtool.pipeline.plan import Work
 from tqtool.solve.quantizer import QuantResult, Reusable
+from tqtool.source.checkpoint import TensorRef
 from tqtool.transform.ops import ScaleInput, op_to_json
 
 KEY_VERSION = 1
@@ -54,11 +59,12 @@ def _gain(op: Any, sha256_of: Callable[[str], str]) -> dict[str, str]:
 
 
 class Shelf:
-    """Tensors of finished artifacts by key."""
+    """Tensors of finished artifacts, and of the journal of an interrupted run, by key."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
+    def __init__(self, folders: Sequence[Path], journal: Path | None = None) -> None:
         """Open ``folders``; ArtifactError if one is damaged or no artifact of tqtool."""
         self._places: dict[str, tuple[Artifact, TensorRecord]] = {}
+        self._journal = None if journal is None else Journal(journal)
         self.taken = 0
         for folder in folders:
             artifact = open_artifact(folder)
@@ -72,15 +78,88 @@ class Shelf:
         Raises:
             ArtifactError: the bytes are not those of that artifact's manifest.
         """
-        if key is None or key not in self._places:
+        if key is None:
+            return None
+        if self._journal is not None and (kept := self._journal.take(key, work)) is not None:
+            self.taken += 1
+            return kept
+        if key not in self._places:
             return None
         artifact, record = self._places[key]
         tensors: dict[str, NDArray[Any]] = {}
         for wanted, stored in zip(work.stored, record.stored, strict=True):
             array = artifact.read(stored.name)
-            if hashlib.sha256(array.reshape(-1).view(np.uint8).data).hexdigest() != stored.sha256:
+            if _sha256(array) != stored.sha256:
                 raise ArtifactError(f"{artifact.path}: {stored.name}: its bytes are not those of its manifest")
             tensors[wanted.name] = array
         self.taken += 1
         notes = tuple(note for note in record.notes if note not in known_notes)
         return QuantResult(tensors=tensors, stats=record.stats, notes=notes)
+
+    def keep(self, key: str | None, work: Work, result: QuantResult) -> None:
+        """Write a fresh result into the journal, if there is one; ArtifactError when that fails."""
+        if self._journal is not None and key is not None:
+            self._journal.keep(key, work, result)
+
+    def clear(self) -> None:
+        """Empty the journal: the artifact is whole."""
+        if self._journal is not None:
+            self._journal.clear()
+
+
+class Journal:
+    """One file a finished tensor, under its key: what a killed run need not make again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def keep(self, key: str, work: Work, result: QuantResult) -> None:
+        """Write ``result``; the file appears whole or not at all."""
+        arrays = [np.ascontiguousarray(array) for array in result.tensors.values()]
+        header, _ = build_header(
+            [(str(number), stored.dtype, stored.shape) for number, stored in enumerate(work.stored)],
+            {
+                "sha256": json.dumps([_sha256(array) for array in arrays]),
+                "stats": json.dumps({name: value for name, value in result.stats.items() if math.isfinite(value)}),
+                "notes": json.dumps(result.notes),
+            },
+        )
+        with whole_file(self._path(key)) as (file, _):
+            file.write(header)
+            for array in arrays:
+                file.write(array.reshape(-1).view(np.uint8).data)
+
+    def take(self, key: str, work: Work) -> QuantResult | None:
+        """What was kept under ``key``; None if nothing was. ArtifactError if it is damaged."""
+        path = self._path(key)
+        if not path.exists():
+            return None
+        try:
+            header = read_header(path)
+            hashes, stats, notes = (json.loads(header.metadata[name]) for name in ("sha256", "stats", "notes"))
+            tensors: dict[str, NDArray[Any]] = {}
+            for number, stored in enumerate(work.stored):
+                info = header.tensors[str(number)]
+                ref = TensorRef(
+                    name=stored.name, dtype=info.dtype, shape=info.shape, path=path, begin=info.begin, end=info.end
+                )
+                tensors[stored.name] = ref.read()
+                if _sha256(tensors[stored.name]) != hashes[number]:
+                    raise ValueError(f"{stored.name} has other bytes than were written")
+        except (SourceError, ValueError, KeyError, IndexError) as error:
+            raise ArtifactError(f"{path}: damaged ({error})", hint="remove it; the tensor is made again") from error
+        return QuantResult(tensors=tensors, stats=stats, notes=tuple(notes))
+
+    def clear(self) -> None:
+        """Remove what was kept, and the folder if nothing else is in it."""
+        for path in self._folder.glob("*.safetensors"):
+            path.unlink()
+        with suppress(OSError):
+            self._folder.rmdir()
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key}.safetensors"
+
+
+def _sha256(array: NDArray[Any]) -> str:
+    return hashlib.sha256(array.reshape(-1).view(np.uint8).data).hexdigest()

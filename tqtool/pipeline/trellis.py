@@ -76,6 +76,7 @@ class TrellisRequest:
         sink_weight: How many ordinary rows a sink row counts for.
         k_map: Module path or glob → bits, for modules that differ from ``options.k``.
         reuse: Artifacts to take tensors from where nothing that decides them differs.
+        journal: Folder that keeps finished tensors until the artifact is whole.
     """
 
     source: str
@@ -92,6 +93,7 @@ class TrellisRequest:
     hessians: Path | None = None
     sink_weight: float = SINK_WEIGHT
     reuse: tuple[Path, ...] = ()
+    journal: Path | None = None
     k_map: Mapping[str, int] = field(default_factory=dict)
     tick: Tick = field(default=lambda weights: None, compare=False)
 
@@ -172,6 +174,7 @@ def plan_trellis(request: TrellisRequest) -> Job:
         tags=(_rate_tag(coded, rates), *(("rotated",) if request.rotation_seed is not None else ())),
         overwrite=request.overwrite,
         reuse=request.reuse,
+        journal=request.journal,
     )
     return plan_job(checkpoint, transform, chosen.choose, out=request.out, extras=extras)
 
