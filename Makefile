@@ -38,10 +38,12 @@ fmt: install-dev
 docs: install-dev
 	$(BIN)/python kernels/generate_constants.py
 	$(BIN)/python docs/generate_cli.py
+	$(BIN)/python docs/generate_recipes.py
 
 docs-check: install-dev
 	$(BIN)/python kernels/generate_constants.py --check
 	$(BIN)/python docs/generate_cli.py --check
+	$(BIN)/python docs/generate_recipes.py --check
 
 bench-smoke: install-dev
 	$(BIN)/python benchmarks/bench_encode.py --blocks 256 --repeats 1 --k 3

@@ -51,7 +51,9 @@ def test_oracles_are_independent() -> None:
             assert not any(name.split(".")[0] in ("tqtool", "mlx", "mlx_lm") for name in names), path.name
 
 
-@pytest.mark.parametrize("script", ["kernels/generate_constants.py", "docs/generate_cli.py"])
+@pytest.mark.parametrize(
+    "script", ["kernels/generate_constants.py", "docs/generate_cli.py", "docs/generate_recipes.py"]
+)
 def test_generated_files_are_fresh(script: str) -> None:
     done = subprocess.run([sys.executable, ROOT / script, "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

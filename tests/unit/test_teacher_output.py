@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tqtool.errors import ArtifactError, NumericalError
 from tqtool.artifact.output import check_writable, clear_leftovers, whole_file
+from tqtool.errors import ArtifactError, NumericalError
 
 WRITER = """
 import sys, time

@@ -18,6 +18,7 @@ VERBS = (
     "calibrate",
     "convert",
     "trellis",
+    "run",
     "verify",
     "codec",
     "teacher",

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from tqtool.artifact.reload import Depth
-    from tqtool.cli.render import Advance
-    from tqtool.pipeline.job import Job
+    from tqtool.pipeline.job import Job, Meter
     from tqtool.pipeline.plan import JobPlan
 
 DEFAULT_SEED = 42
@@ -90,18 +89,6 @@ def show_plan(plan: JobPlan, *, as_json: bool) -> None:
         emit_line(f"note       {line}")
     for line in plan.hints:
         emit_line(f"hint       {line}")
-
-
-@dataclass(slots=True)
-class Meter:
-    """Counts encoded weights; the bar it moves exists only once the plan is known and is attached then."""
-
-    advance: Advance | None = None
-
-    def __call__(self, weights: int) -> None:
-        """``weights`` more are done."""
-        if self.advance is not None:
-            self.advance(weights, "")
 
 
 def run_job(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tqtool.cli.job import DEFAULT_SEED, Meter, read_places, run_job, show_plan
+from tqtool.cli.job import DEFAULT_SEED, read_places, run_job, show_plan
 
 
 def register(app: typer.Typer) -> None:
@@ -79,6 +79,7 @@ def trellis(
     from tqtool.formats.kmap import read_kmap
     from tqtool.mathx.codes import parse_code
     from tqtool.pipeline.calibrated import SINK_WEIGHT
+    from tqtool.pipeline.job import Meter
     from tqtool.pipeline.rules import packed_setting, parse_rule
     from tqtool.pipeline.trellis import (
         OTHER,

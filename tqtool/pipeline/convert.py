@@ -7,7 +7,7 @@ embedding packed alike, everything else cast to the model's dtype.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class ConvertRequest:
         sink_weight: How many ordinary rows a sink row counts for.
         reuse: Artifacts to take tensors from where nothing that decides them differs.
         journal: Folder that keeps finished tensors until the artifact is whole.
+        files: Further files of the artifact, relative path → bytes.
     """
 
     source: str
@@ -59,6 +60,7 @@ class ConvertRequest:
     sink_weight: float = SINK_WEIGHT
     reuse: tuple[Path, ...] = ()
     journal: Path | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """What the manifest records: all that decides bytes, no paths."""
@@ -95,6 +97,7 @@ def plan_convert(request: ConvertRequest) -> Job:
         overwrite=request.overwrite,
         reuse=request.reuse,
         journal=request.journal,
+        files=request.files,
     )
     return plan_job(checkpoint, transform, choices.choose, out=request.out, extras=extras)
 

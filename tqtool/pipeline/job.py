@@ -38,6 +38,18 @@ def silent(amount: float, what: str) -> None:
     del amount, what
 
 
+@dataclass(slots=True)
+class Meter:
+    """Counts encoded weights; the bar it moves exists only once the plan is known and is attached then."""
+
+    advance: Progress | None = None
+
+    def __call__(self, weights: int) -> None:
+        """``weights`` more are done."""
+        if self.advance is not None:
+            self.advance(weights, "")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobExtras:
     """What a verb adds to the common job.

@@ -77,6 +77,7 @@ class TrellisRequest:
         k_map: Module path or glob → bits, for modules that differ from ``options.k``.
         reuse: Artifacts to take tensors from where nothing that decides them differs.
         journal: Folder that keeps finished tensors until the artifact is whole.
+        files: Further files of the artifact, relative path → bytes.
     """
 
     source: str
@@ -94,6 +95,7 @@ class TrellisRequest:
     sink_weight: float = SINK_WEIGHT
     reuse: tuple[Path, ...] = ()
     journal: Path | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
     k_map: Mapping[str, int] = field(default_factory=dict)
     tick: Tick = field(default=lambda weights: None, compare=False)
 
@@ -163,7 +165,7 @@ def plan_trellis(request: TrellisRequest) -> Job:
     is_packed = request.form == "packed"
     extras = JobExtras(
         config=_packed_config(coded, quantizers) if is_packed else {},
-        files={MODEL_FILE: _stock_model_source()} if is_packed else {},
+        files={**request.files, **({MODEL_FILE: _stock_model_source()} if is_packed else {})},
         notes=notes,
         plan_notes=(*target.notes(), *chosen.counted_notes()),
         dtype=target.config_dtype,

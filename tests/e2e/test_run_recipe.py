@@ -1,0 +1,86 @@
+"""``tqtool run``: every shipped recipe on a tiny model, equal bytes twice, and after kills at random moments."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import run
+from tests.support.tensors import raw_tensors
+from tests.support.tiny_models import Tiny, write_tiny
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipes")
+    write_tiny(folder / "source", Tiny(layers=3, tied=False))
+    rng = random.Random(0)
+    (folder / "text.txt").write_text("\n".join(f"w{rng.randrange(3, 320)}" for _ in range(2500)))
+    return folder
+
+
+def settings(work: Path, recipe: Path) -> list[str]:
+    changes = [f"source={work / 'source'}"]
+    text = recipe.read_text()
+    if "calibration:" in text:
+        changes += [f"calibration.text={work / 'text.txt'}", "calibration.rows=4", "calibration.context=100"]
+    changes += [f"evaluation.text={work / 'text.txt'}", "evaluation.windows=2", "evaluation.context=64"]
+    return [part for change in changes for part in ("--set", change)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_recipes_run(work, tmp_path, capsys, monkeypatch, recipe):
+    arguments = ("run", recipe, tmp_path / "out", *settings(work, recipe))
+    answer = run(capsys, monkeypatch, *arguments, "--json")
+    assert answer.code == 0, answer.err
+    report = json.loads(answer.out)
+    assert report["kl"]["kl"]["mean"] > 0
+    assert (tmp_path / "out" / "recipe.yaml").is_file()
+    inside = (tmp_path / "out" / "artifact" / "tqtool" / "recipe.yaml").read_text()
+    assert "source: source" in inside
+    assert str(tmp_path) not in inside
+    assert str(work) not in inside
+    assert not (tmp_path / "out" / "journal").exists()
+    assert run(capsys, monkeypatch, *arguments).code == 2
+    again = run(capsys, monkeypatch, *arguments, "--resume", "--json")
+    assert set(json.loads(again.out)["steps"].values()) == {"found"}
+    other = run(capsys, monkeypatch, *arguments, "--resume", "--set", "name=b")
+    assert (other.code, "another recipe was begun here" in other.err) == (2, True)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_it_ends_in_the_same_bytes(work, tmp_path, capsys, monkeypatch):
+    recipe = ROOT / "recipes" / "trellis-k3-ldlq.yaml"
+    assert run(capsys, monkeypatch, "run", recipe, tmp_path / "whole", *settings(work, recipe)).code == 0
+    command = [str(Path(sys.executable).with_name("tqtool")), "run", str(recipe), str(tmp_path / "out")]
+    command += [*settings(work, recipe), "--resume"]
+    chance = random.Random(3)
+    for file in ("calibration/progress.json", "calibration/calibration.json", "journal"):
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            deadline = time.monotonic() + 90
+            while process.poll() is None and not (tmp_path / "out" / file).exists() and time.monotonic() < deadline:
+                time.sleep(0.005)
+            time.sleep(chance.random() * 0.2)
+            process.send_signal(signal.SIGKILL)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert raw_tensors(tmp_path / "out" / "artifact") == raw_tensors(tmp_path / "whole" / "artifact")
+    manifests = [(tmp_path / name / "artifact" / "tqtool" / "manifest.json").read_bytes() for name in ("whole", "out")]
+    assert manifests[0] == manifests[1]
+
+
+def test_dry_run_prints_the_resolved_recipe(work, tmp_path, capsys, monkeypatch):
+    recipe = ROOT / "recipes" / "rtn4.yaml"
+    answer = run(capsys, monkeypatch, "run", recipe, tmp_path / "out", "--dry-run", "--set", "quantize.bits=3")
+    assert (answer.code, "bits: 3" in answer.out, "windows: 32" in answer.out) == (0, True, True)
+    assert not (tmp_path / "out").exists()

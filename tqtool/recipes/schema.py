@@ -1,0 +1,185 @@
+"""A recipe: one YAML file that is a whole run. Every field is documented here; unknown ones are refused.
+
+Paths are relative to the current directory. ``recipes/*.yaml`` are examples, ``tqtool run`` carries one out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tqtool.errors import UserError
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Rotation(_Part):
+    """Fold γ, R1 and R2 into the weights; leave the section out for the basis of the source."""
+
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1, description="Seed of the signs.")] = 42
+
+
+class CalibrationPart(_Part):
+    """Sum Hessians first; needed by ``method: gptq`` and ``ldlq: true``."""
+
+    text: str = Field(description="UTF-8 text, read from its end, or .jsonl with text or messages a line.")
+    rows: Positive = Field(128, description="Sequences.")
+    context: Annotated[int, Field(ge=2)] = Field(512, description="Tokens of a sequence at most.")
+
+
+class ConvertPart(_Part):
+    """Affine or floating-point packing, as ``tqtool convert``."""
+
+    verb: Literal["convert"]
+    bits: int | None = Field(None, description="1-6 or 8; left out with mode and group_size: dense.")
+    group_size: int | None = Field(None, description="32, 64 or 128.")
+    mode: str | None = Field(None, description="affine, mxfp4, nvfp4 or mxfp8.")
+    rules: list[str] = Field(default_factory=list, description="GLOB=bits:8,group:32 or GLOB=float; the last wins.")
+    dtype: str | None = Field(None, description="bf16, f16 or f32 for dense tensors and scales.")
+    method: Literal["rtn", "gptq"] = Field("rtn", description="Round to nearest, or GPTQ under Hessians.")
+    sink_weight: float | None = Field(None, description="Ordinary rows that an attention sink counts for.")
+
+
+class TrellisPart(_Part):
+    """Trellis coding, as ``tqtool trellis``."""
+
+    verb: Literal["trellis"]
+    k: Annotated[int, Field(ge=1, le=4)] = Field(3, description="Bits per weight.")
+    k_map: dict[str, Annotated[int, Field(ge=1, le=4)]] = Field(
+        default_factory=dict, description="Module path or glob: bits, where they differ from k; the last wins."
+    )
+    modules: list[str] = Field(default_factory=lambda: ["mlp"], description="mlp, all, or globs of module paths.")
+    down_axis: Literal["out", "in"] = Field("out", description="Dimension along which down_proj is coded.")
+    form: Literal["packed", "fake-quant", "carrier"] = Field("packed", description="What is stored.")
+    code: str = Field("mul1", description="mul1, 1mad, 3inst, rptc or random.")
+    window: int = Field(12, description="State bits: 12, 14 or 16.")
+    warmup: int | None = Field(None, description="Steps each side of the seam in a shorter first pass.")
+    bits: int | None = Field(None, description="Of modules not on the trellis; default 6, 4 for an untied embedding.")
+    group_size: int | None = Field(None, description="Of those; default 64.")
+    rules: list[str] = Field(default_factory=list, description="Take modules from the trellis: GLOB=bits:8,group:32.")
+    ldlq: bool = Field(False, description="Code with feedback under Hessians; affine modules by GPTQ.")
+    sink_weight: float | None = Field(None, description="Ordinary rows that an attention sink counts for.")
+
+
+class EvaluationPart(_Part):
+    """Score the result against the source."""
+
+    text: str = Field(description="UTF-8 text, read from its start.")
+    windows: Positive = Field(32, description="Windows.")
+    context: Annotated[int, Field(ge=2)] = Field(512, description="Tokens of a window.")
+    top: Positive = Field(2048, description="Logits kept per position.")
+
+
+class Recipe(_Part):
+    """The whole file."""
+
+    name: str = Field(description="What the result is called in reports.")
+    description: str = Field("", description="For people.")
+    source: str = Field(description="Model folder or hub id.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
+    rotation: Rotation | None = None
+    calibration: CalibrationPart | None = None
+    quantize: Annotated[ConvertPart | TrellisPart, Field(discriminator="verb")]
+    evaluation: EvaluationPart | None = None
+
+    @property
+    def needs_hessians(self) -> bool:
+        """True when the solver asked for reads a calibration."""
+        part = self.quantize
+        return part.ldlq if isinstance(part, TrellisPart) else part.method == "gptq"
+
+    @model_validator(mode="after")
+    def _calibration_where_needed(self) -> Self:
+        if self.needs_hessians and self.calibration is None:
+            raise ValueError("method: gptq and ldlq: true need a calibration section")
+        return self
+
+
+def read_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
+    """The recipe in ``path`` with ``changes``, each ``dotted.field=value`` in YAML.
+
+    Raises:
+        UserError: it cannot be read, is not YAML, or a field is wrong, with its line where it stands in the file.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        node, value = yaml.compose(text), yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        raise UserError(f"{path}{where}: not YAML ({getattr(error, 'problem', None) or error})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected fields, found {type(value).__name__}")
+    for change in changes:
+        _apply(value, change)
+    try:
+        return Recipe.model_validate(value)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        first = problems[0]
+        field = ".".join(str(part) for part in first["loc"] if part not in ("convert", "trellis")) or "recipe"
+        line = _line_of(node, first["loc"])
+        where = f", line {line}" if line is not None else ""
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise UserError(f"{path}{where}: {field}: {first['msg']}{more}", hint=_known_fields(first["loc"])) from error
+
+
+def dump_recipe(recipe: Recipe) -> bytes:
+    """The resolved recipe as YAML: every field, defaults too, in the order of the schema."""
+    text: str = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    return text.encode()
+
+
+def _apply(value: dict[str, Any], change: str) -> None:
+    path, equals, text = change.partition("=")
+    if not equals or not path:
+        raise UserError(f"--set {change!r}: expected field=value", hint="e.g. --set quantize.k=2")
+    *parents, last = path.split(".")
+    part: Any = value
+    for name in parents:
+        if part.get(name) is None:
+            part[name] = {}
+        part = part[name]
+        if not isinstance(part, dict):
+            raise UserError(f"--set {change!r}: {name} has no fields")
+    try:
+        part[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"--set {change!r}: {text!r} is not YAML") from error
+
+
+def _line_of(node: yaml.Node | None, location: Sequence[int | str]) -> int | None:
+    """Line of the deepest part of ``location`` that stands in the file."""
+    line = None
+    for part in location:
+        if isinstance(node, yaml.MappingNode):
+            found = next(((key, item) for key, item in node.value if key.value == part), None)
+            if found is None:
+                continue  # the discriminator's name is part of pydantic's location, not of the file
+            line, node = found[0].start_mark.line + 1, found[1]
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            line = node.start_mark.line + 1
+    return line
+
+
+def _known_fields(location: Sequence[int | str]) -> str:
+    parts: dict[str, type[BaseModel]] = {
+        "rotation": Rotation,
+        "calibration": CalibrationPart,
+        "evaluation": EvaluationPart,
+    }
+    part: type[BaseModel] = parts.get(str(location[0]), Recipe) if location else Recipe
+    if location and location[0] == "quantize":
+        part = TrellisPart if "trellis" in location else ConvertPart
+    return f"fields there: {', '.join(part.model_fields)}"
