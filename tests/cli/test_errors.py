@@ -175,3 +175,56 @@ def test_a_bad_seed_is_no_reason_to_leave_the_rotation_out(
     assert answer.code == 2
     assert "rotation seed -1: expected 0" in answer.err
     assert "--no-rotate-weights" not in answer.err
+
+
+def test_a_closed_path_is_a_line_and_exit_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Tests may run as root, to whom nothing is closed: the system's answer is put in its place."""
+
+    def closed(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder / "model.safetensors.index.json"))
+
+    monkeypatch.setattr("tqtool.source.checkpoint.find_weights", closed)
+    source = write_tiny(tmp_path / "source")
+    for verb in (("inspect", source), ("convert", source, tmp_path / "out", "-q", "--dry-run")):
+        answer = run(capsys, monkeypatch, *verb)
+        assert answer.code == 2
+        assert answer.err.startswith(f"error: {source}/model.safetensors.index.json: Permission denied\nhint: ")
+
+
+def test_verify_of_nothing_is_a_mistake_of_the_user(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answer = run(capsys, monkeypatch, "verify", tmp_path / "nothing")
+    assert (answer.code, "no such folder" in answer.err) == (2, True)
+
+
+def test_a_config_that_no_loader_can_use_is_refused_before_the_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = write_tiny(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"rms_norm_eps": "x"}))
+    answer = run(capsys, monkeypatch, "trellis", source, tmp_path / "out", "--dry-run")
+    assert (answer.code, "field 'rms_norm_eps': expected a number, found 'x'" in answer.err) == (2, True)
+    (source / "config.json").write_text(json.dumps(config), encoding="utf-16")
+    answer = run(capsys, monkeypatch, "convert", source, tmp_path / "out", "--dry-run")
+    assert (answer.code, "config.json: not JSON" in answer.err) == (2, True)
+
+
+def test_a_rotated_tied_model_is_rated_over_its_source(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The untied head is no free parameter: line, card and manifest say what the file weighs per source weight."""
+    tiny = Tiny(tied=True)
+    source = write_tiny(tmp_path / "source", tiny)
+    arguments = ("convert", source, tmp_path / "out", "-q", "--rotate-weights", "--check", "none")
+    answer = run(capsys, monkeypatch, *arguments)
+    weights = sum(tensor.size for tensor in tiny.tensors().values())
+    totals = json.loads((tmp_path / "out" / "tqtool" / "manifest.json").read_text())["totals"]
+    rate = 8 * totals["tensor_bytes"] / weights
+    assert f"{rate:.3f} bits per weight" in answer.out
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"| {rate:.3f} (codes alone" in card
+    assert f"affine {rate:.2f} bits" in card

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ import pytest
 from tests.support.packed_artifact import write_packed
 from tests.support.tiny_models import Tiny, write_tiny
 from tqtool.cli.app import main
+from tqtool.evals import teacher as teacher_module
 
 MAIN = "import sys; from tqtool.cli.app import main; sys.argv[0] = 'tqtool'; main()"
 
@@ -235,3 +236,18 @@ def test_what_a_killed_run_left_is_removed_and_named(work):
     assert done.returncode == 0, done.stderr
     assert "removed .again.partial-1" in done.stderr
     assert not left.exists()
+
+
+def test_a_text_of_impossible_words_leaves_no_dump(work, tmp_path, monkeypatch):
+    """The NLL is finite, its exponential is not: the verb fails, so nothing may lie under the name."""
+    summarize = teacher_module.summarize
+
+    def unlikely(logits, tokens, top):
+        window = summarize(logits, tokens, top)
+        return replace(window, target_logits=window.target_logits - np.float32(1e6))
+
+    monkeypatch.setattr(teacher_module, "summarize", unlikely)
+    sizes = ("--text", work / "text.txt", "--windows", 2, "--context", 32)
+    done = tqtool("teacher", work / "packed-fake", tmp_path / "dump", *sizes)
+    assert (done.returncode, "perplexity is not finite" in done.stderr) == (3, True)
+    assert list(tmp_path.iterdir()) == []

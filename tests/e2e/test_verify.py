@@ -19,7 +19,7 @@ from tqtool.artifact.config_check import config_entries
 from tqtool.artifact.decode_check import decode_problems
 from tqtool.artifact.reader import open_artifact
 from tqtool.artifact.verify import Check, VerifyReport, verify_artifact
-from tqtool.errors import ArtifactError
+from tqtool.errors import ArtifactError, UserError
 from tqtool.formats.manifest import MANIFEST_NAME, FileRecord, encode, parse
 
 RULES = ("*q_proj=mode:mxfp8", "*k_proj=mode:nvfp4", "*v_proj=float", "*o_proj=bits:3,group:32")
@@ -292,7 +292,7 @@ def test_decode_notices_values_that_are_not_finite(artifact: Path, module: str) 
 
 
 def test_folders_that_are_no_artifacts(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="no such folder"):
+    with pytest.raises(UserError, match="no such folder"):
         verify_artifact(tmp_path / "missing")
     source = write_tiny(tmp_path / "source", Tiny(layers=1))
     with pytest.raises(ArtifactError, match=r"has no tqtool/manifest\.json") as caught:

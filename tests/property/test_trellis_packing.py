@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -115,3 +117,14 @@ def test_config_entries_are_read_back_or_refused() -> None:
         TrellisSpec.from_config("m", {"k": 3})
     with pytest.raises(ArtifactError, match="entry of m: trellis k=9"):
         TrellisSpec.from_config("m", {**spec.to_config(), "k": 9})
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", [(3, 128), (1, 96), (5, 64), (2, 128), (7, 288), (2, 256)])
+def test_the_stored_shape_holds_exactly_the_words(shape: tuple[int, int], k: int) -> None:
+    """Rows of words only where rows and blocks end together: the last block is padded, and its words are stored."""
+    rows, cols = shape
+    spec = spec_for(shape, k=k, axis=1)
+    assert math.prod(spec.words_shape) == spec.n_words == -(-rows * cols // 256) * 8 * k
+    is_whole = rows * cols % 256 == 0 and cols * k % 32 == 0
+    assert spec.words_shape == ((rows, cols * k // 32) if is_whole else (spec.n_words,))

@@ -204,11 +204,19 @@ def test_damaged_config(tmp_path, packed, text):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": "128"}, r"mlx-lm cannot build the model of this config and these weights \(TypeError"),
-        ({"num_hidden_layers": 2.5}, r"mlx-lm cannot build"),
-        ({"tie_word_embeddings": "yes", "hidden_size": None}, r"mlx-lm cannot build"),
+        ({"hidden_size": "128"}, "field 'hidden_size': expected a whole number, found '128'"),
+        ({"num_hidden_layers": 2.5}, "field 'num_hidden_layers': expected a whole number"),
+        ({"vocab_size": True}, "field 'vocab_size': expected a whole number, found True"),
+        ({"rms_norm_eps": "x"}, "field 'rms_norm_eps': expected a number, found 'x'"),
+        ({"rope_parameters": [1]}, "field 'rope_parameters': expected an object"),
+        ({"hidden_act": 5}, "field 'hidden_act': expected a string"),
+        ({"tie_word_embeddings": "yes"}, "field 'tie_word_embeddings': expected true or false"),
+        ({"hidden_size": None}, r"mlx-lm cannot build the model of this config and these weights \(TypeError"),
         ({"eos_token_id": {"a": 1}}, r"tokenizer cannot be loaded|cannot build"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"mlx-lm cannot build"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            r"already quantized, quantization_config \(gptq",
+        ),
         ({"model_type": "qwen3", "attention_bias": True}, "qwen3 has no attention biases"),
     ],
 )
@@ -217,6 +225,20 @@ def test_odd_configs_are_errors_of_the_source(tmp_path, changes, message):
     folder = write_tiny(tmp_path / "m", TINY)
     edit_config(folder, **changes)
     with pytest.raises(SourceError, match=message):
+        load(folder)
+
+
+def test_a_path_that_looks_like_a_pattern_is_a_path(tmp_path, packed):
+    folder = write_tiny(tmp_path / "a [b] *" / "m?[c]", TINY)
+    assert np.isfinite(logits(load(folder))).all()
+    artifact = copy(packed, tmp_path / "a [b] *")
+    assert np.array_equal(logits(load(artifact)), logits(load(packed)))
+
+
+def test_damaged_weights_of_a_source_are_errors_of_the_source(tmp_path):
+    folder = write_tiny(tmp_path / "m", Tiny(shards=2))
+    next(folder.glob("model-00002*")).unlink()
+    with pytest.raises(SourceError, match=r"model-00002-of-00002\.safetensors"):
         load(folder)
 
 
@@ -248,10 +270,10 @@ def test_damaged_weights(tmp_path):
     folder = write_tiny(tmp_path / "m", TINY)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-5])
-    with pytest.raises(ArtifactError, match=r"model\.safetensors"):
+    with pytest.raises(SourceError, match=r"model\.safetensors"):
         load(folder)
     weights.unlink()
-    with pytest.raises(UserError, match=r"no model\*\.safetensors"):
+    with pytest.raises(UserError, match=r"no weights; expected model\*\.safetensors"):
         load(folder)
 
 

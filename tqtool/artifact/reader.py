@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from tqtool.errors import ArtifactError, SourceError
+from tqtool.errors import ArtifactError, SourceError, UserError
 from tqtool.formats.affine import AffineSpec
 from tqtool.formats.manifest import MANIFEST_NAME, Manifest, parse, parse_object, short
 from tqtool.formats.safetensors import Header, read_header
@@ -71,9 +71,13 @@ def open_artifact(path: Path) -> Artifact:
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the artifact in ``path``."""
     if not path.is_dir():
-        raise ArtifactError(f"{path}: no such folder")
+        raise UserError(f"{path}: no such folder")
     file = path / MANIFEST_NAME
-    if not file.exists():
+    try:
+        is_there = file.exists()
+    except OSError as error:
+        raise ArtifactError(f"{file}: cannot be read: {error.strerror or error}") from error
+    if not is_there:
         raise ArtifactError(
             f"{path}: has no {MANIFEST_NAME}, so there is nothing to hold it against",
             hint="verify needs an artifact written by tqtool, copied with its tqtool/ folder",

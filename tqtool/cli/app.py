@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from tqtool.errors import TqError
+from tqtool.errors import TqError, UserError
 
 VERBS = (
     "inspect",
@@ -70,6 +70,12 @@ def main() -> None:
         if error.hint:
             sys.stderr.write(f"hint: {error.hint}\n")
         sys.exit(error.exit_code)
+    except PermissionError as error:
+        # Any path on the way may be closed to this user, and only the system knows which.
+        if show_traceback:
+            raise
+        sys.stderr.write(f"error: {error.filename}: {error.strerror}\nhint: check who may read or write it\n")
+        sys.exit(UserError.exit_code)
     except Exception as error:
         # A bug of ours must not end in a page of traceback either; it says so and where to look.
         if show_traceback:

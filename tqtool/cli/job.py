@@ -52,7 +52,7 @@ def summary(plan: JobPlan) -> str:
     totals = plan.totals
     return (
         f"{totals.tensors} tensors in {totals.shards} shard{'s' if totals.shards != 1 else ''}, "
-        f"{readable_bytes(totals.tensor_bytes)}, {totals.bits_per_weight:.3f} bits per weight "
+        f"{readable_bytes(totals.tensor_bytes)}, {totals.bits_per_source_weight:.3f} bits per weight "
         f"(codes alone {totals.code_bits_per_weight:.3f})"
     )
 
@@ -77,7 +77,9 @@ def show_plan(plan: JobPlan, *, as_json: bool) -> None:
     emit_line(f"transform  {plan.transform}{seed}")
     emit_line(f"result     {summary(plan)}")
     if totals.parameters != totals.source_parameters:
-        emit_line(f"           {totals.bits_per_source_weight:.3f} bits per weight of the source (the head is untied)")
+        emit_line(
+            f"           over the source's weights; {totals.bits_per_weight:.3f} over these, the head being untied"
+        )
     check = readable_bytes(totals.check_memory_bytes)
     emit_line(
         f"memory     about {readable_bytes(totals.peak_memory_bytes)} at the peak, plus {check} for --check forward"

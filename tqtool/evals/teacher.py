@@ -147,13 +147,14 @@ def dump_teacher(source: LoadedModel, out: Path, request: TeacherRequest, tick: 
             outside.append(float(np.mean(np.exp(window.tail_log_sum_exp - window.log_sum_exp))))
             tick(1)
         info = writer.finish()
-    mean_nll = float(np.mean(nll))
+        mean_nll = float(np.mean(nll))
+        ppl = perplexity(mean_nll)  # raises before the file gets its name
     return TeacherReport(
         path=str(out),
         info=info,
         size_bytes=out.stat().st_size,
         nll=mean_nll,
-        ppl=perplexity(mean_nll),
+        ppl=ppl,
         mass_outside_top=float(np.mean(outside)),
         warnings=warnings,
         removed=removed,

@@ -26,8 +26,9 @@ from tqtool.source.checkpoint import Checkpoint
 from tqtool.source.fingerprint import fingerprint
 from tqtool.transform.plan import OutputTensor, Role, TransformPlan
 
-SINK_WEIGHT = 1.0
-"""How many ordinary rows one sink row counts for."""
+SINK_WEIGHT = 32.0
+"""How many ordinary rows one sink row counts for. SmolLM2-135M at 4 bits, contexts of 512, KL at weights 0, 1, 16 and
+256: .447, .124, .097, .095; round-to-nearest .373. Left out, sinks make GPTQ worse than rounding."""
 
 CALIBRATED_ROLES = frozenset({Role.Q, Role.K, Role.V, Role.O, Role.GATE, Role.UP, Role.DOWN, Role.HEAD})
 """What a solver may take. A tied embedding is looked up too, where the head's Hessian says nothing: it is rounded."""

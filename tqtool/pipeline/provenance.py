@@ -143,14 +143,15 @@ def card(job: Job, transforms: Sequence[TransformRecord]) -> bytes:
     facts = {
         "source": source_name(job.checkpoint) + (f" at {rev}" if (rev := job.checkpoint.origin.revision) else ""),
         "format": job.kind,
-        "bits per weight": f"{totals.bits_per_weight:.3f} (codes alone {totals.code_bits_per_weight:.3f})",
+        "bits per weight": f"{totals.bits_per_source_weight:.3f} (codes alone {totals.code_bits_per_weight:.3f})",
         "tensor bytes": f"{totals.tensor_bytes:,}",
         "transforms": ", ".join(f"{record.id} seed {record.seed}" for record in transforms) or "none",
         "made with": f"tqtool {importlib.metadata.version('tqtool')}",
     }
+    name = source_name(job.checkpoint).rpartition("/")[2]
     return render_card(
         CardFacts(
-            title=f"{source_name(job.checkpoint).rpartition('/')[2]}, {job.kind} {totals.bits_per_weight:.2f} bits",
+            title=f"{name}, {job.kind} {totals.bits_per_source_weight:.2f} bits",
             base_model=_base_model(job.checkpoint),
             source_card=job.checkpoint.path / CARD_NAME,
             facts=facts,

@@ -5,7 +5,9 @@ mlx is imported inside the functions: the BLAS has to be in place before (see ``
 
 from __future__ import annotations
 
+import glob
 import logging
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from tqtool.errors import ArtifactError, SourceError, TqError, UserError
 from tqtool.formats.dtypes import DType
 from tqtool.formats.manifest import MANIFEST_NAME
-from tqtool.formats.safetensors import TensorInfo, read_header
 from tqtool.formats.trellis import TrellisSpec, specs_from_config
 from tqtool.runtime.blas import BlasReport, ensure_blas
-from tqtool.source.config import read_config, rope_updates
+from tqtool.source.checkpoint import TensorRef, open_checkpoint
+from tqtool.source.config import declared_quantization, read_config, rope_updates
 from tqtool.source.hub import is_hub_id, resolve_snapshot
 from tqtool.source.mlx_lm import behaviour_warnings, refuse_unservable
 
@@ -208,17 +210,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return {**config, **rope_updates(config)}
 
 
-def _read_headers(folder: Path) -> dict[str, TensorInfo]:
-    """All tensors of the weight files, headers validated."""
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise UserError(f"{folder}: no model*.safetensors", hint="the weights are missing; copy or download them")
-    tensors: dict[str, TensorInfo] = {}
-    for file in files:
-        try:
-            tensors.update(read_header(file).tensors)
-        except SourceError as error:
-            raise ArtifactError(error.message, hint=error.hint) from error
+def _read_headers(folder: Path) -> dict[str, TensorRef]:
+    """All tensors of the weight files: headers, shards and index checked as for a source."""
+    is_artifact = (folder / MANIFEST_NAME).exists()
+    with _reading(folder, "its weight files cannot be read", is_artifact=is_artifact):
+        tensors = dict(open_checkpoint(str(folder), allow_quantized=True).tensors)
     wide = next((name for name, tensor in tensors.items() if tensor.dtype is DType.F64), None)
     if wide is not None:
         raise SourceError(
@@ -228,7 +224,7 @@ def _read_headers(folder: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _check_trellis(specs: dict[str, TrellisSpec], tensors: dict[str, TensorInfo]) -> None:
+def _check_trellis(specs: dict[str, TrellisSpec], tensors: dict[str, TensorRef]) -> None:
     for module, spec in specs.items():
         expected = {"weight": (DType.U32, spec.words_shape), "scales": (DType.F16, (spec.rows,))}
         for name, (dtype, shape) in expected.items():
@@ -242,15 +238,35 @@ def _check_trellis(specs: dict[str, TrellisSpec], tensors: dict[str, TensorInfo]
 
 
 def build_model(folder: Path, config: dict[str, Any]) -> nn.Module:
-    """The model with lazily loaded weights."""
+    """mlx-lm's model of ``folder`` with lazily loaded weights.
+
+    Raises:
+        SourceError: mlx-lm cannot build it; ArtifactError where the folder is an artifact of tqtool.
+    """
     from mlx_lm.utils import load_model
 
     choose = {} if "trellis" not in config else {"get_model_classes": _trellis_classes()}
     is_artifact = "trellis" in config or (folder / MANIFEST_NAME).exists()
-    with _reading(folder, "mlx-lm cannot build the model of this config and these weights", is_artifact=is_artifact):
+    foreign = None if "quantization" in config or "trellis" in config else declared_quantization(config)
+    what = "mlx-lm cannot build the model of this config and these weights"
+    if foreign is not None:
+        what = f"already quantized, {foreign}, in a way that mlx-lm does not load"
+    with _reading(folder, what, is_artifact=is_artifact), _plain_path(folder) as path:
         # Our own classes serve trellis artifacts: the module file inside the artifact is never executed.
-        model, _ = load_model(folder, lazy=True, strict=True, model_config={**config, "model_file": None}, **choose)
+        model, _ = load_model(path, lazy=True, strict=True, model_config={**config, "model_file": None}, **choose)
     return model
+
+
+@contextmanager
+def _plain_path(folder: Path) -> Iterator[Path]:
+    """``folder``, or a link to it where its path holds ``[``, ``*`` or ``?``, which mlx-lm takes for a pattern."""
+    if glob.escape(str(folder)) == str(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as place:
+        link = Path(place) / "model"
+        link.symlink_to(folder.absolute(), target_is_directory=True)
+        yield link
 
 
 def _trellis_classes() -> Callable[[dict[str, Any]], tuple[Any, Any]]:

@@ -13,6 +13,21 @@ CONFIG_NAME: Final = "config.json"
 # A quantized checkpoint says so under one of these keys (MLX, Hugging Face, llm-compressor).
 QUANTIZATION_KEYS: Final = ("quantization", "quantization_config", "compression_config")
 
+_FIELD_TYPES: Final[tuple[tuple[str, tuple[type, ...], tuple[str, ...]], ...]] = (
+    (
+        "a whole number",
+        (int,),
+        (
+            *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+            *("head_dim", "vocab_size", "max_position_embeddings"),
+        ),
+    ),
+    ("a number", (int, float), ("rms_norm_eps", "rope_theta")),
+    ("true or false", (bool,), ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")),
+    ("an object", (dict,), ("rope_scaling", "rope_parameters")),
+    ("a string", (str,), ("hidden_act", "torch_dtype", "dtype")),
+)
+
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The parsed config.json of ``folder``.
@@ -22,7 +37,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG_NAME
     try:
-        value: Any = json.loads(path.read_bytes())
+        value: Any = json.loads(path.read_bytes().decode("utf-8"))
     except FileNotFoundError:
         raise SourceError(
             f"{folder}: {CONFIG_NAME} is missing",
@@ -39,7 +54,23 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{path}: field 'model_type' must be a non-empty string, found {value.get('model_type')!r}",
             hint="the model's own config.json is needed, not an adapter's or a pipeline's",
         )
+    for part, prefix in ((value, ""), (value.get("text_config"), "text_config.")):
+        if isinstance(part, dict):
+            _check_types(path, part, prefix)
     return value
+
+
+def _check_types(path: Path, part: Mapping[str, Any], prefix: str) -> None:
+    """Refuse a well-known field of the wrong type: loaders find it late, some only while they compute."""
+    for expected, kinds, names in _FIELD_TYPES:
+        for name in names:
+            found = part.get(name)
+            is_wrong = found is not None and (type(found) not in kinds)  # not isinstance: True is an int to Python
+            if is_wrong:
+                raise SourceError(
+                    f"{path}: field '{prefix}{name}': expected {expected}, found {found!r}",
+                    hint="correct config.json, or download it again",
+                )
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
