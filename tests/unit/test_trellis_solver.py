@@ -26,7 +26,7 @@ def gaussian(*shape: int, seed: int = 0) -> np.ndarray:
 def test_gaussian_weights_are_coded_at_the_codes_error(axis: int, k: int, limit: float) -> None:
     """512 blocks: one standard error is 0.4 % of the figures of codec validate, the limits leave three."""
     weight = gaussian(256, 512, seed=k)
-    matrix = TrellisPacked(options=TrellisOptions(k=k), axis=axis).encode(NAME, weight)
+    matrix = TrellisPacked(options=TrellisOptions(k=k), axis=axis).encode(NAME, weight).matrix
     served = trellis_expand(matrix.words, matrix.scales, matrix.spec)
     served = served if axis == 1 else served.T
     error = float(np.sum((served - weight) ** 2) / np.sum(weight**2))
@@ -36,7 +36,7 @@ def test_gaussian_weights_are_coded_at_the_codes_error(axis: int, k: int, limit:
 
 def test_rows_keep_their_own_scale() -> None:
     weight = gaussian(4, 512) * np.array([[1.0], [100.0], [1e-4], [0.0]], np.float32)
-    matrix = TrellisPacked(options=TrellisOptions(k=3), axis=1).encode(NAME, weight)
+    matrix = TrellisPacked(options=TrellisOptions(k=3), axis=1).encode(NAME, weight).matrix
     served = trellis_expand(matrix.words, matrix.scales, matrix.spec)
     relative = np.sum((served - weight) ** 2, axis=1)[:3] / np.sum(weight**2, axis=1)[:3]
     assert (relative < 0.03).all()
@@ -74,8 +74,8 @@ def test_an_encoder_that_returns_a_broken_path_is_caught(monkeypatch: pytest.Mon
 
 def test_refit_never_hurts_and_helps_heavy_tails() -> None:
     weight = np.random.default_rng(0).standard_t(4, (64, 512)).astype(np.float32)
-    with_refit = TrellisPacked(options=TrellisOptions(k=3), axis=1).encode(NAME, weight)
-    without = TrellisPacked(options=TrellisOptions(k=3, refit=False), axis=1).encode(NAME, weight)
+    with_refit = TrellisPacked(options=TrellisOptions(k=3), axis=1).encode(NAME, weight).matrix
+    without = TrellisPacked(options=TrellisOptions(k=3, refit=False), axis=1).encode(NAME, weight).matrix
     assert np.array_equal(with_refit.words, without.words)
     assert with_refit.squared_error < 0.995 * without.squared_error
 
@@ -84,7 +84,7 @@ def test_refit_never_hurts_and_helps_heavy_tails() -> None:
 def test_the_twin_is_the_expanded_matrix_to_the_bit(axis: int) -> None:
     weight = gaussian(192, 576)
     options = TrellisOptions(k=2)
-    packed = TrellisPacked(options=options, axis=axis).encode(NAME, weight)
+    packed = TrellisPacked(options=options, axis=axis).encode(NAME, weight).matrix
     expanded = trellis_expand(packed.words, packed.scales, packed.spec)
     expanded = expanded if axis == 1 else expanded.T
     twin = TrellisFakeQuant(options=options, axis=axis, dtype=DType.BF16).run(NAME, weight).tensors[NAME]
