@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -89,3 +90,20 @@ def test_the_changelog_knows_the_version() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert tqtool.__version__ == version
     assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_blas_threads_sleep_before_numpy_is_there() -> None:
+    """The setting is read when the library is loaded; the user's own wins."""
+    code = (
+        "import os, sys\n"
+        "import tqtool.cli.app\n"
+        "assert 'numpy' not in sys.modules\n"
+        "sys.argv = ['tqtool', '--version']\n"
+        "try: tqtool.cli.app.main()\nexcept SystemExit: pass\n"
+        "print(os.environ['OPENBLAS_THREAD_TIMEOUT'])"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "OPENBLAS_THREAD_TIMEOUT"}
+    for extra, expected in (({}, "4"), ({"OPENBLAS_THREAD_TIMEOUT": "26"}, "26")):
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment | extra)
+        assert done.stdout.splitlines()[-1] == expected

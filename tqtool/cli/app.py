@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 from types import FrameType
@@ -11,6 +12,7 @@ from typing import NoReturn
 import typer
 
 from tqtool.errors import TqError, UserError
+from tqtool.runtime.blas import IDLE_THREADS
 
 VERBS = (
     "inspect",
@@ -55,6 +57,8 @@ def main() -> None:
 
     Exit codes: 1 internal, 2 user, 3 numerical, 4 artifact, 5 backend, 130 interrupted, 143 terminated.
     """
+    # Before numpy is imported: its BLAS threads would spin on cores that MLX and our kernels want.
+    os.environ.setdefault(*IDLE_THREADS)
     show_traceback = "--traceback" in sys.argv
     if show_traceback:
         sys.argv.remove("--traceback")
