@@ -25,6 +25,7 @@ VERBS = (
     "codec",
     "teacher",
     "eval",
+    "compare",
     "generate",
 )
 
