@@ -97,6 +97,8 @@ def test_what_cannot_be_compared_is_named(tqtool, models, tmp_path):
         ((tmp_path / "empty",), "kl.json: cannot be read"),
         ((gone,), "is not there, so it cannot be weighed"),
         ((good, good), "a second arm called 'q4'"),
+        ((report(tmp_path / "nan.json", models["q4"], float("nan")),), "not finite numbers"),
+        ((good, "--html", gone), "exists already"),
     ):
         answer = tqtool(*arguments)
         assert (answer.code, message in answer.err) == (2, True), answer.err

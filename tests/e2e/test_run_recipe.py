@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,3 +85,48 @@ def test_dry_run_prints_the_resolved_recipe(work, tmp_path, capsys, monkeypatch)
     answer = run(capsys, monkeypatch, "run", recipe, tmp_path / "out", "--dry-run", "--set", "quantize.bits=3")
     assert (answer.code, "bits: 3" in answer.out, "windows: 32" in answer.out) == (0, True, True)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_wrong_is_found_before_anything_is_written(work, tmp_path, capsys, monkeypatch):
+    recipe = ROOT / "recipes" / "gptq4.yaml"
+    for change, message in (
+        ("evaluation.text=/nope", "/nope"),
+        ("evaluation.windows=100000", "100000 windows"),
+        ("quantize.bits=99", "99 bits"),
+        ("quantize.rules=['nomatch*=bits:8']", "matches no module"),
+        ("calibration.text=/nope", "/nope"),
+        ("calibration.rows=24", "is part of the calibration text"),
+    ):
+        arguments = ("run", recipe, tmp_path / "out", *settings(work, recipe), "--set", change)
+        answer = run(capsys, monkeypatch, *arguments)
+        assert (answer.code, message in answer.err) == (2, True), (change, answer.err)
+        assert not (tmp_path / "out").exists(), change
+
+
+@pytest.mark.slow
+def test_what_another_run_left_is_not_taken(work, tmp_path, capsys, monkeypatch):
+    """A foreign calibration, artifact, dump or a damaged score under the names of a run is refused on resuming."""
+    recipe = ROOT / "recipes" / "gptq4.yaml"
+    mine = ("run", recipe, tmp_path / "mine", *settings(work, recipe))
+    assert run(capsys, monkeypatch, *mine).code == 0
+    changes = ("quantize.bits=3", "evaluation.windows=3", "calibration.rows=5")
+    other = ("run", recipe, tmp_path / "other", *settings(work, recipe))
+    other += tuple(part for change in changes for part in ("--set", change))
+    assert run(capsys, monkeypatch, *other).code == 0
+    for name, later in (
+        ("teacher.safetensors", ("kl.json",)),
+        ("artifact", ("kl.json",)),
+        ("calibration", ("kl.json", "artifact")),
+    ):
+        shutil.copytree(tmp_path / "mine", tmp_path / name)
+        for gone in (name, *later):
+            path = tmp_path / name / gone
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        source = tmp_path / "other" / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name / name)
+        answer = run(capsys, monkeypatch, *mine[:2], tmp_path / name, *mine[3:], "--resume")
+        assert (answer.code, name in answer.err) == (4, True), (name, answer.err)
+    for text in ("{", "{}", "[]"):
+        (tmp_path / "mine" / "kl.json").write_text(text)
+        answer = run(capsys, monkeypatch, *mine, "--resume")
+        assert (answer.code, "kl.json: damaged" in answer.err) == (4, True), answer.err

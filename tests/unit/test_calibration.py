@@ -153,6 +153,7 @@ def test_plain_text_is_read_from_its_end(tokenizer, tmp_path):
         (['{"text": "w5 w6 w7"}', "nope"], "line 2: not JSON"),
         (['{"text": 5}', "{}"], "line 1: expected an object with 'text'"),
         (['{"messages": []}'], "line 1: expected an object"),
+        (['{"text": "\\ud800 w5"}'], "line 1: the tokenizer refuses it"),
         (['{"text": "w5 w6"}', '{"messages": [{"role": "user", "content": "w7 w8"}]}'], "some lines have 'text'"),
         (['{"text": "w5 w6"}'], "--rows 2, the file gives 1"),
     ],
@@ -162,6 +163,16 @@ def test_malformed_lines_name_their_number(tokenizer, tmp_path, lines, message):
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(UserError, match=message):
         read_rows(tokenizer, path, rows=2, context=8)
+
+
+def test_one_short_row_does_not_make_everything_overlap(tokenizer, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    long = " ".join(f"w{number}" for number in range(10, 40))
+    path.write_text(json.dumps({"text": "w5 w6"}) + "\n" + json.dumps({"text": long}) + "\n")
+    rows = read_rows(tokenizer, path, rows=2, context=40)
+    require_disjoint(rows, [np.arange(3, 9, dtype=np.uint32), np.arange(20, 40, dtype=np.uint32)], "it")
+    with pytest.raises(UserError, match="window 0"):
+        require_disjoint(rows, [np.arange(8, 40, dtype=np.uint32)], "it")
 
 
 def test_lines_are_sequences_of_their_own_length(tokenizer, tmp_path):
@@ -253,6 +264,24 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path):
     write_weights(tmp_path / "source", tensors)
     with pytest.raises(NumericalError, match="up_proj"):
         calibrate(plan_calibration(job_request))
+
+
+@pytest.mark.parametrize(
+    "change", [{"layers_done": 0}, {"layers_done": "x"}, {"inputs": []}, {"files": []}, {"key": 5}]
+)
+def test_an_edited_progress_file_is_refused(tmp_path, change):
+    def stop(layers: int) -> None:
+        stop.done += layers
+        if stop.done == 2:
+            raise KeyboardInterrupt
+
+    stop.done = 0
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(plan_calibration(request(tmp_path, Tiny(layers=3))), stop)
+    path = tmp_path / "out" / "progress.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ArtifactError, match=r"progress\.json"):
+        plan_calibration(request(tmp_path, Tiny(layers=3), resume=True))
 
 
 def test_another_run_in_the_same_folder_is_refused(tmp_path):

@@ -57,6 +57,9 @@ def test_defaults_are_filled_and_the_dump_reads_back(tmp_path):
         ("name: a\n", "", r"name: Field required"),
         ("calibration:\n  text: t.txt\n", "", "need a calibration section"),
         ("name: a", "name: [", "line 3: not YAML"),
+        ("  ldlq: true", "  ldlq: false", "would be ignored"),
+        ("name: a", "name: 2024-13-45", "not YAML"),
+        ("name: a", "name: " + "[" * 20_000, "not YAML"),
         (GOOD, "- 1\n", "expected fields, found list"),
         (GOOD, "", "expected fields, found NoneType"),
     ],
@@ -80,6 +83,8 @@ def test_set_changes_one_field(tmp_path):
         ("quantize.k=9", r"quantize\.k: Input should be less"),
         ("quantize.k=[", "is not YAML"),
         ("nope=1", "nope: Extra inputs"),
+        ("name=2024-13-45", "is not YAML"),
+        ("quantize.sink_weight=.nan", "finite number"),
     ):
         with pytest.raises(UserError, match=message):
             read_recipe(path, [change])

@@ -139,8 +139,11 @@ def plan_calibration(request: CalibrationRequest) -> CalibrationJob:
     largest = max(int(sequence.max()) for sequence in rows.sequences)
     if largest >= vocabulary:
         raise UserError(f"token {largest}, the model has {vocabulary}", hint="the tokenizer is of another model")
+    vocabulary_sha256 = tokenizer_hash(tokenizer)
     for path in request.disjoint_from:
         dump = open_dump(path)
+        if dump.info.tokenizer_hash != vocabulary_sha256:
+            raise UserError(f"{path}: a dump of another tokenizer, so its text cannot be told from the calibration's")
         require_disjoint(rows, (dump.tokens(index) for index in range(dump.info.windows)), str(path))
     layers = {output.name.split(".")[2] for output in plan.outputs if output.name.startswith("model.layers.")}
     job = CalibrationJob(
@@ -148,7 +151,7 @@ def plan_calibration(request: CalibrationRequest) -> CalibrationJob:
         checkpoint=checkpoint,
         plan=plan,
         rows=rows,
-        tokenizer_sha256=tokenizer_hash(tokenizer),
+        tokenizer_sha256=vocabulary_sha256,
         fingerprint=fingerprint(checkpoint),
         hidden=hidden,
         layers=len(layers),
@@ -353,20 +356,24 @@ def _write_state(out: Path, state: _State) -> None:
         "inputs": [record.model_dump(mode="json") for record in state.inputs],
         "files": state.files,
     }
+    sealed = {**body, "sha256": hashlib.sha256(json.dumps(body).encode()).hexdigest()}
     with whole_file(out / PROGRESS_NAME) as (file, _):
-        file.write(json.dumps(body, indent=1).encode())
+        file.write(json.dumps(sealed, indent=1).encode())
 
 
 def _read_state(out: Path) -> _State:
     try:
         body = json.loads((out / PROGRESS_NAME).read_bytes())
+        seal = body.pop("sha256")
+        if hashlib.sha256(json.dumps(body).encode()).hexdigest() != seal:
+            raise ValueError("it was edited or damaged")
         return _State(
             key=body["key"],
             layers_done=body["layers_done"],
             inputs=[InputRecord.model_validate(record) for record in body["inputs"]],
             files=body["files"],
         )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArtifactError(
             f"{out / PROGRESS_NAME}: cannot be read ({error})", hint="remove OUT and start again"
         ) from error

@@ -145,6 +145,9 @@ class StreamedModel:
             listed[:] = [_Catcher(layer, caught) for layer in self._layers]
             self._model.update_modules(tree_unflatten([(stem, _Rows(self._embed(embedding, tokens)))]))
             self._model(mx.array(tokens)[None])
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise UserError(f"{self._checkpoint.path}: mlx-lm cannot run this model ({reason})") from error
         finally:
             listed[:] = self._layers
             self._model.update_modules(tree_unflatten([(stem, module)]))

@@ -27,6 +27,8 @@ BYTES_PER_TOKEN = 6
 SHARED_TOKENS = 24
 """Tokens in a row that two texts must share to count as overlapping (or a whole shorter sequence): longer than common
 phrases."""
+FEWEST_TOKENS = 8
+"""Shorter sequences are common phrases and prove nothing."""
 MIN_TOKENS = 2
 
 
@@ -51,8 +53,8 @@ def read_rows(tokenizer: Any, path: Path, *, rows: int, context: int) -> Calibra
         raise UserError(f"--rows {rows} --context {context}: expected at least 1 row of {MIN_TOKENS} tokens")
     try:
         data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     if path.suffix == ".jsonl":
         kind, first_byte, sequences = _from_lines(tokenizer, path, data, rows, context)
     else:
@@ -70,10 +72,13 @@ def read_rows(tokenizer: Any, path: Path, *, rows: int, context: int) -> Calibra
 
 def require_disjoint(rows: CalibrationRows, scored: Iterable[Tokens], where: str) -> None:
     """Raise UserError if ``scored`` windows share ``SHARED_TOKENS`` tokens in a row with the calibration."""
-    length = min(SHARED_TOKENS, *(sequence.size for sequence in rows.sequences))
-    seen = {gram for sequence in rows.sequences for gram in _grams(sequence, length)}
+    seen: dict[int, set[bytes]] = {}
+    for sequence in rows.sequences:
+        length = min(SHARED_TOKENS, sequence.size)
+        if length >= FEWEST_TOKENS:
+            seen.setdefault(length, set()).update(_grams(sequence, length))
     for index, window in enumerate(scored):
-        if not seen.isdisjoint(_grams(window, length)):
+        if any(not grams.isdisjoint(_grams(window, length)) for length, grams in seen.items()):
             raise UserError(
                 f"window {index} of {where} is part of the calibration text: the score would be flattered",
                 hint="calibrate on another text, or on fewer rows of this one",
@@ -144,7 +149,10 @@ def _line_tokens(tokenizer: Any, where: str, line: bytes) -> tuple[Kind, Sequenc
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON ({error})") from error
     if isinstance(value, dict) and isinstance(value.get("text"), str):
-        return "jsonl", list(tokenizer.encode(value["text"], verbose=False))
+        try:
+            return "jsonl", list(tokenizer.encode(value["text"], verbose=False))
+        except Exception as error:  # half characters, for one
+            raise UserError(f"{where}: the tokenizer refuses it ({type(error).__name__}: {error})") from error
     messages = value.get("messages") if isinstance(value, dict) else None
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages) or not messages:
         raise UserError(f"{where}: expected an object with 'text' (a string) or 'messages' (a list of objects)")

@@ -22,14 +22,18 @@ def register(app: typer.Typer) -> None:
 def compare(
     arms: Annotated[list[str], typer.Argument(metavar="ARM...", help="Reports or runs.")],
     page: Annotated[Path | None, typer.Option("--html", help="Also write one HTML file with the pictures.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file of --html.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Read, compare, render."""
     from dataclasses import asdict
 
     from tqtool.cli.render import emit_json, emit_line, emit_table
+    from tqtool.errors import UserError
     from tqtool.reports.compare import compare as read
 
+    if page is not None and page.exists() and not force:
+        raise UserError(f"{page}: exists already", hint="give another name, or --force to replace it")
     comparison = read(arms)
     if page is not None:
         from tqtool.artifact.output import whole_file

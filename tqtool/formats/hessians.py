@@ -179,6 +179,9 @@ def open_calibration(folder: Path) -> Calibration:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     info = parse(data, str(path))
+    lost = next((record.file for record in info.inputs if record.file not in info.files), None)
+    if lost is not None:
+        raise ArtifactError(f"{path}: {lost} is used and not listed under files", hint="calibrate again")
     for name, expected in info.files.items():
         if hash_file(folder / name) != expected:
             raise ArtifactError(f"{folder / name}: its SHA-256 is not the one in {INFO_NAME}", hint="calibrate again")

@@ -137,6 +137,10 @@ class Journal:
         try:
             header = read_header(path)
             hashes, stats, notes = (json.loads(header.metadata[name]) for name in ("sha256", "stats", "notes"))
+            if not isinstance(stats, dict) or any(type(value) not in (int, float) for value in stats.values()):
+                raise ValueError("stats are no numbers")
+            if not isinstance(notes, list) or any(not isinstance(note, str) for note in notes):
+                raise ValueError("notes are no text")
             tensors: dict[str, NDArray[Any]] = {}
             for number, stored in enumerate(work.stored):
                 info = header.tensors[str(number)]
@@ -146,7 +150,7 @@ class Journal:
                 tensors[stored.name] = ref.read()
                 if _sha256(tensors[stored.name]) != hashes[number]:
                     raise ValueError(f"{stored.name} has other bytes than were written")
-        except (SourceError, ValueError, KeyError, IndexError) as error:
+        except (SourceError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ArtifactError(f"{path}: damaged ({error})", hint="remove it; the tensor is made again") from error
         return QuantResult(tensors=tensors, stats=stats, notes=tuple(notes))
 

@@ -9,19 +9,23 @@ OUT/kl.json                 its scores
 
 from __future__ import annotations
 
+import hashlib
 import json
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tqtool.artifact.output import whole_file
 from tqtool.artifact.verify import verify_artifact
 from tqtool.calibration.calibrate import CalibrationRequest, calibrate, plan_calibration
+from tqtool.calibration.rows import read_rows, require_disjoint
 from tqtool.errors import ArtifactError, UserError
 from tqtool.evals.kl import score_kl
-from tqtool.evals.teacher import TeacherRequest, dump_teacher
+from tqtool.evals.teacher import TeacherRequest, dump_teacher, model_hash
+from tqtool.evals.text import read_windows
 from tqtool.formats.hessians import INFO_NAME, open_calibration
 from tqtool.formats.manifest import MANIFEST_NAME
 from tqtool.formats.teacher import open_dump
@@ -33,7 +37,7 @@ from tqtool.pipeline.provenance import source_name
 from tqtool.pipeline.rules import packed_setting, parse_dtype, parse_rule
 from tqtool.pipeline.trellis import OTHER, TrellisRequest, check_trellis, coded_weights, plan_trellis
 from tqtool.recipes.schema import ConvertPart, Recipe, TrellisPart, dump_recipe
-from tqtool.runtime.load import load, scoring_compute
+from tqtool.runtime.load import load, load_tokenizer, model_folder, scoring_compute
 from tqtool.solve.trellis import TrellisOptions
 from tqtool.source.checkpoint import open_checkpoint
 
@@ -64,6 +68,7 @@ def run_recipe(recipe: Recipe, out: Path, progress: Progress, *, resume: bool = 
         UserError: a part cannot be carried out, or ``out`` holds another run, or one that ``resume`` was not given for.
         ArtifactError: writing failed, or what was written does not verify.
     """
+    _check(recipe)
     _claim(recipe, out, resume=resume)
     steps: dict[str, str] = {}
     hessians = None
@@ -84,6 +89,23 @@ def run_recipe(recipe: Recipe, out: Path, progress: Progress, *, resume: bool = 
     )
 
 
+def _check(recipe: Recipe) -> None:
+    """Everything that can be refused before any work: texts, their overlap, and the plan of the artifact."""
+    checkpoint = open_checkpoint(recipe.source, revision=recipe.revision)
+    tokenizer = load_tokenizer(checkpoint.path)
+    rows = None
+    if recipe.calibration is not None:
+        part = recipe.calibration
+        rows = read_rows(tokenizer, Path(part.text), rows=part.rows, context=part.context)
+    if recipe.evaluation is not None:
+        scored = recipe.evaluation
+        text = read_windows(tokenizer, Path(scored.text), windows=scored.windows, context=scored.context)
+        if rows is not None:
+            require_disjoint(rows, text.tokens, scored.text)
+    with tempfile.TemporaryDirectory() as scratch:  # planning writes nothing; it only wants a free name
+        plan_quantization(recipe, Path(scratch), None, Meter())
+
+
 def _claim(recipe: Recipe, out: Path, *, resume: bool) -> None:
     """Write the resolved recipe, or find the same one there."""
     path, text = out / RECIPE_NAME, dump_recipe(recipe)
@@ -102,9 +124,6 @@ def _claim(recipe: Recipe, out: Path, *, resume: bool) -> None:
 def _calibration(recipe: Recipe, folder: Path, progress: Progress) -> tuple[Path, str]:
     part = recipe.calibration
     assert part is not None, "the schema sees to it"
-    if (folder / INFO_NAME).exists():
-        open_calibration(folder)
-        return folder, "found"
     request = CalibrationRequest(
         source=recipe.source,
         out=folder,
@@ -115,6 +134,14 @@ def _calibration(recipe: Recipe, folder: Path, progress: Progress) -> tuple[Path
         rotation_seed=None if recipe.rotation is None else recipe.rotation.seed,
         resume=True,
     )
+    if (folder / INFO_NAME).exists():
+        found = open_calibration(folder).info
+        wanted = plan_calibration(replace(request, out=folder / "unused"))
+        facts = (found.source_fingerprint, found.text, found.context, found.transform, found.rotation_seed)
+        record = wanted.rows.record
+        if facts != (wanted.fingerprint, record, part.context, wanted.plan.id, wanted.plan.seed):
+            raise ArtifactError(f"{folder}: a calibration of another source, text or setting", hint="remove it")
+        return folder, "found"
     job = plan_calibration(request)
     with progress("calibrate", job.layers) as advance:
         calibrate(job, lambda layers: advance(layers, "layers"))
@@ -123,6 +150,10 @@ def _calibration(recipe: Recipe, folder: Path, progress: Progress) -> tuple[Path
 
 def _artifact(recipe: Recipe, out: Path, hessians: Path | None, progress: Progress) -> str:
     if (out / "artifact" / MANIFEST_NAME).exists():
+        for name, content in _inside(recipe).items():
+            path = out / "artifact" / name
+            if not path.is_file() or path.read_bytes() != content:
+                raise ArtifactError(f"{out / 'artifact'}: made by another recipe", hint="remove it and run again")
         return "found"
     meter = Meter()
     job = plan_quantization(recipe, out, hessians, meter)
@@ -172,7 +203,9 @@ def _trellis(part: TrellisPart, common: dict[str, Any]) -> TrellisRequest:
     other = None
     if part.bits is not None or part.group_size is not None:
         other = packed_setting(
-            bits=part.bits or OTHER.bits, group_size=part.group_size or OTHER.group_size, mode="affine"
+            bits=OTHER.bits if part.bits is None else part.bits,
+            group_size=OTHER.group_size if part.group_size is None else part.group_size,
+            mode="affine",
         )
     return TrellisRequest(
         options=TrellisOptions(k=part.k, window=part.window, code=parse_code(part.code), warmup=part.warmup),
@@ -212,13 +245,17 @@ def _verified(folder: Path) -> Any:
 def _evaluation(recipe: Recipe, out: Path, progress: Progress) -> tuple[str, dict[str, Any]]:
     part = recipe.evaluation
     assert part is not None, "asked for only then"
-    scores = out / "kl.json"
+    scores, dump = out / "kl.json", out / "teacher.safetensors"
     if scores.exists():
-        found: dict[str, Any] = json.loads(scores.read_bytes())
-        return "found", found
-    dump = out / "teacher.safetensors"
-    if not dump.exists():
-        request = TeacherRequest(text=Path(part.text), windows=part.windows, context=part.context, top=part.top)
+        return "found", _read_scores(scores)
+    request = TeacherRequest(text=Path(part.text), windows=part.windows, context=part.context, top=part.top)
+    if dump.exists():
+        info = open_dump(dump).info
+        text = hashlib.sha256(Path(part.text).read_bytes()).hexdigest()
+        wanted = (model_hash(model_folder(recipe.source)), text, part.windows, part.context)
+        if (info.model_hash, info.text_sha256, info.windows, info.context) != wanted:
+            raise ArtifactError(f"{dump}: a dump of another source, text or setting", hint="remove it and run again")
+    else:
         source = load(recipe.source, compute=scoring_compute())
         with progress("teacher", part.windows) as advance:
             dump_teacher(source, dump, request, lambda done: advance(done, "windows"))
@@ -229,3 +266,12 @@ def _evaluation(recipe: Recipe, out: Path, progress: Progress) -> tuple[str, dic
     with whole_file(scores) as (file, _):
         file.write(json.dumps(report, indent=1, default=str).encode())
     return "done", report
+
+
+def _read_scores(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+        float(found["kl"]["mean"]), float(found["ppl"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ArtifactError(f"{path}: damaged ({error})", hint="remove it and run again") from error
+    return found

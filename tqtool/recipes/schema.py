@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from tqtool.errors import UserError
 
 Positive = Annotated[int, Field(ge=1)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Part(BaseModel):
@@ -45,7 +46,7 @@ class ConvertPart(_Part):
     rules: list[str] = Field(default_factory=list, description="GLOB=bits:8,group:32 or GLOB=float; the last wins.")
     dtype: str | None = Field(None, description="bf16, f16 or f32 for dense tensors and scales.")
     method: Literal["rtn", "gptq"] = Field("rtn", description="Round to nearest, or GPTQ under Hessians.")
-    sink_weight: float | None = Field(None, description="Ordinary rows that an attention sink counts for.")
+    sink_weight: Weight | None = Field(None, description="Ordinary rows that an attention sink counts for.")
 
 
 class TrellisPart(_Part):
@@ -66,7 +67,7 @@ class TrellisPart(_Part):
     group_size: int | None = Field(None, description="Of those; default 64.")
     rules: list[str] = Field(default_factory=list, description="Take modules from the trellis: GLOB=bits:8,group:32.")
     ldlq: bool = Field(False, description="Code with feedback under Hessians; affine modules by GPTQ.")
-    sink_weight: float | None = Field(None, description="Ordinary rows that an attention sink counts for.")
+    sink_weight: Weight | None = Field(None, description="Ordinary rows that an attention sink counts for.")
 
 
 class EvaluationPart(_Part):
@@ -100,6 +101,8 @@ class Recipe(_Part):
     def _calibration_where_needed(self) -> Self:
         if self.needs_hessians and self.calibration is None:
             raise ValueError("method: gptq and ldlq: true need a calibration section")
+        if not self.needs_hessians and (self.calibration is not None or self.quantize.sink_weight is not None):
+            raise ValueError("calibration and sink_weight are for method: gptq and ldlq: true, and would be ignored")
         return self
 
 
@@ -111,9 +114,12 @@ def read_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        node, value = yaml.compose(text), yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from error
+    try:
+        node, value = yaml.compose(text), yaml.safe_load(text)
+    except (ValueError, RecursionError) as error:  # impossible dates, for one
+        raise UserError(f"{path}: not YAML ({error})") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
@@ -154,7 +160,7 @@ def _apply(value: dict[str, Any], change: str) -> None:
             raise UserError(f"--set {change!r}: {name} has no fields")
     try:
         part[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"--set {change!r}: {text!r} is not YAML") from error
 
 

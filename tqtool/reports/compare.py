@@ -7,6 +7,7 @@ Only scores made under the same conditions are compared.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,9 @@ def _read(text: str) -> tuple[str, dict[str, Any], Path]:
 
 def _arm(name: str, report: Mapping[str, Any], where: Path) -> Arm:
     folder = Path(report["model"])
+    figures = (report["kl"].get("mean"), report.get("ppl"), report["top1"].get("mean"))
+    if not all(isinstance(figure, int | float) and math.isfinite(figure) for figure in figures):
+        raise UserError(f"{where}: its scores are not finite numbers: {figures}")
     if not (folder / "config.json").is_file():
         raise UserError(f"{where}: its model {folder} is not there, so it cannot be weighed")
     weight_bytes = sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
