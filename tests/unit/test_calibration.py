@@ -187,6 +187,18 @@ def test_lines_are_sequences_of_their_own_length(tokenizer, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------ interruptions
+def stop_behind_the_second_layer():
+    """A ``tick`` that interrupts there."""
+    done = []
+
+    def tick(layers: int) -> None:
+        done.append(layers)
+        if sum(done) == 2:
+            raise KeyboardInterrupt
+
+    return tick
+
+
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -195,14 +207,8 @@ def test_an_interrupted_run_ends_in_the_same_bytes(tmp_path):
     tiny = Tiny(layers=4)
     calibrate(plan_calibration(request(tmp_path, tiny, out=tmp_path / "whole")))
 
-    def stop(layers: int) -> None:
-        stop.done += layers
-        if stop.done == 2:
-            raise KeyboardInterrupt
-
-    stop.done = 0
     with pytest.raises(KeyboardInterrupt):
-        calibrate(plan_calibration(request(tmp_path, tiny)), stop)
+        calibrate(plan_calibration(request(tmp_path, tiny)), stop_behind_the_second_layer())
     with pytest.raises(UserError, match="holds an interrupted calibration"):
         plan_calibration(request(tmp_path, tiny))
     with pytest.raises(UserError, match="begun with another source, text or setting"):
@@ -270,14 +276,8 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path):
     "change", [{"layers_done": 0}, {"layers_done": "x"}, {"inputs": []}, {"files": []}, {"key": 5}]
 )
 def test_an_edited_progress_file_is_refused(tmp_path, change):
-    def stop(layers: int) -> None:
-        stop.done += layers
-        if stop.done == 2:
-            raise KeyboardInterrupt
-
-    stop.done = 0
     with pytest.raises(KeyboardInterrupt):
-        calibrate(plan_calibration(request(tmp_path, Tiny(layers=3))), stop)
+        calibrate(plan_calibration(request(tmp_path, Tiny(layers=3))), stop_behind_the_second_layer())
     path = tmp_path / "out" / "progress.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ArtifactError, match=r"progress\.json"):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tqtool.artifact.output import whole_file
+from tqtool.artifact.reader import read_manifest
 from tqtool.artifact.verify import verify_artifact
 from tqtool.calibration.calibrate import CalibrationRequest, calibrate, plan_calibration
 from tqtool.calibration.rows import read_rows, require_disjoint
@@ -27,7 +28,7 @@ from tqtool.evals.kl import score_kl
 from tqtool.evals.teacher import TeacherRequest, dump_teacher, model_hash
 from tqtool.evals.text import read_windows
 from tqtool.formats.hessians import INFO_NAME, open_calibration
-from tqtool.formats.manifest import MANIFEST_NAME
+from tqtool.formats.manifest import MANIFEST_NAME, Totals
 from tqtool.formats.teacher import open_dump
 from tqtool.mathx.codes import parse_code
 from tqtool.pipeline.calibrated import SINK_WEIGHT
@@ -75,7 +76,7 @@ def run_recipe(recipe: Recipe, out: Path, progress: Progress, *, resume: bool = 
     if recipe.needs_hessians:
         hessians, steps["calibration"] = _calibration(recipe, out / "calibration", progress)
     steps["artifact"] = _artifact(recipe, out, hessians, progress)
-    manifest = _verified(out / "artifact")
+    totals = _verified(out / "artifact")
     kl = None
     if recipe.evaluation is not None:
         steps["evaluation"], kl = _evaluation(recipe, out, progress)
@@ -83,8 +84,8 @@ def run_recipe(recipe: Recipe, out: Path, progress: Progress, *, resume: bool = 
         out=str(out),
         recipe=recipe.name,
         steps=steps,
-        bits_per_weight=manifest.bits_per_source_weight,
-        tensor_bytes=manifest.tensor_bytes,
+        bits_per_weight=totals.bits_per_source_weight,
+        tensor_bytes=totals.tensor_bytes,
         kl=kl,
     )
 
@@ -232,13 +233,11 @@ def _inside(recipe: Recipe) -> dict[str, bytes]:
     return dict(zip(INSIDE_NAMES, (dump_recipe(portable), as_json.encode()), strict=True))
 
 
-def _verified(folder: Path) -> Any:
+def _verified(folder: Path) -> Totals:
     report = verify_artifact(folder)
     if not report.is_good:
         problem = next(check for check in report.checks if check.status == "fail")
         raise ArtifactError(f"{folder}: {problem.name}: {problem.problems[0]}", hint="remove it and run again")
-    from tqtool.artifact.reader import read_manifest
-
     return read_manifest(folder).totals
 
 

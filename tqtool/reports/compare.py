@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,6 @@ def _source_weights(folder: Path) -> int:
 
 def _marked(arms: Sequence[Arm]) -> list[Arm]:
     """Arms with ``is_frontier`` set where no other has as few bytes and as little KL."""
-    from dataclasses import replace
 
     def beaten(arm: Arm) -> bool:
         return any(
