@@ -35,15 +35,12 @@ from tqtool.mathx import codes
 from tqtool.mathx.ldl import UpperFactor
 from tqtool.solve.feedback import DAMPINGS, ColumnCoder, Piece, Step
 from tqtool.solve.hessian import Hessian
-from tqtool.solve.trellis import TrellisOptions, row_scales
+from tqtool.solve.trellis import TrellisOptions, row_scales, to_levels
 
 Floats = NDArray[np.float32]
 
 LARGEST_GROUP = 64
 """Stored rows coded together, at most, so that their blocks come out whole."""
-
-LEVEL_LIMIT = np.float32(560)
-"""Largest input of the encoder, in level units."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +108,8 @@ class TrellisCoder(ColumnCoder):
         self.scales = np.zeros(spec.rows, np.float16)
 
     def _inputs(self, values: Floats, scales: NDArray[np.float16]) -> NDArray[np.int16]:
-        """Rows ``[n, c]`` in level units, with the arithmetic of the plain trellis."""
-        with np.errstate(divide="ignore"):
-            factor = np.float32(codes.UNIT[self._code.code]) / scales.astype(np.float32)
-        factor[scales == 0] = 0
-        return np.clip(np.rint(values * factor[:, None]), -LEVEL_LIMIT, LEVEL_LIMIT).astype(np.int16)
+        """Rows ``[n, c]`` in level units."""
+        return to_levels(values, scales, self._code.code)
 
     def _search(self, blocks: NDArray[np.int16], numbers: NDArray[np.intp]) -> Floats:
         """Code blocks ``[n, T]``, keep the words of those that are stored, return code values ``[n, T]``."""

@@ -29,6 +29,9 @@ from tqtool.solve.rtn import AffineRtn, cast
 CHUNK_WEIGHTS = 1 << 21
 """Weights coded between two progress reports: under a second of work, and what bounds the temporaries (about 20 MB)."""
 
+LEVEL_LIMIT = np.float32(560)
+"""Largest input of the encoder, in level units (kMaxAbsX of kernels/cpu)."""
+
 Tick = Callable[[int], None]
 
 
@@ -107,7 +110,7 @@ def encode_weight(
     error = norm = 0.0
     for start, stop in row_chunks(spec):
         rows = np.ascontiguousarray(stored[start:stop], np.float32)
-        inputs = _level_inputs(rows, scales[start:stop], spec, codes.UNIT[options.code])
+        inputs = _level_inputs(rows, scales[start:stop], spec, options.code)
         states, _ = native.viterbi_encode(
             inputs, levels, window=options.window, k=options.k, warmup=options.warmup, threads=options.threads
         )
@@ -172,18 +175,22 @@ def row_chunks(spec: TrellisSpec) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, spec.rows)
 
 
-def _level_inputs(
-    rows: NDArray[np.float32], scales: NDArray[np.float16], spec: TrellisSpec, unit: float
-) -> NDArray[np.int16]:
-    """Rows in integer level units, cut into blocks: int16 ``[n, T]``.
+def to_levels(rows: NDArray[np.float32], scales: NDArray[np.float16], code: codes.Code) -> NDArray[np.int16]:
+    """Rows ``[n, c]`` over their scales ``[n]``, in the encoder's integer level units.
 
     Rounding is float32, half to even: the same on every backend.
     """
     with np.errstate(divide="ignore"):
-        factor = np.float32(unit) / scales.astype(np.float32)
+        factor = np.float32(codes.UNIT[code]) / scales.astype(np.float32)
     factor[scales == 0] = 0
-    limit = np.float32(560)  # kMaxAbsX of the encoder
-    scaled = np.clip(np.rint(rows * factor[:, None]), -limit, limit).astype(np.int16)
+    return np.clip(np.rint(rows * factor[:, None]), -LEVEL_LIMIT, LEVEL_LIMIT).astype(np.int16)
+
+
+def _level_inputs(
+    rows: NDArray[np.float32], scales: NDArray[np.float16], spec: TrellisSpec, code: codes.Code
+) -> NDArray[np.int16]:
+    """Rows in integer level units, cut into blocks: int16 ``[n, T]``."""
+    scaled = to_levels(rows, scales, code)
     if spec.stride > spec.cols:
         scaled = np.pad(scaled, ((0, 0), (0, spec.stride - spec.cols)))
     stream = scaled.reshape(-1)

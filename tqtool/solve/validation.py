@@ -11,6 +11,7 @@ from tqtool import native
 from tqtool.formats.trellis import BLOCK, check_closed, pack, unpack
 from tqtool.mathx import codes
 from tqtool.mathx.gaussian import QTIP_TABLE_2, distortion_bound, lloyd_max_error
+from tqtool.solve.trellis import LEVEL_LIMIT
 
 GOALS = {2: 0.0728, 3: 0.0191, 4: 0.00504}
 """Largest error allowed to the best code at its best scale, L=12."""
@@ -51,7 +52,7 @@ def measure(
     """
     source = np.random.default_rng(seed).standard_normal((blocks, BLOCK), np.float32)
     unit = np.float32(codes.UNIT[code] * scale)
-    inputs = np.clip(np.rint(source * unit), -560, 560).astype(np.int16)
+    inputs = np.clip(np.rint(source * unit), -LEVEL_LIMIT, LEVEL_LIMIT).astype(np.int16)
     states, _ = native.viterbi_encode(inputs, codes.levels(code, window), window=window, k=k, warmup=warmup)
     check_closed(states, k, window)
     served = codes.values(code, window)[unpack(pack(states, k), k, window)] / np.float32(scale)
