@@ -6,8 +6,8 @@ whatever the transform; nothing here knows of rotations. Only one layer's weight
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from tqtool.artifact.reload import decoder_layers
 from tqtool.errors import UserError
+from tqtool.runtime.layers import Stand
 from tqtool.runtime.load import build_model
 from tqtool.source.checkpoint import Checkpoint
 from tqtool.transform.apply import apply_folds
@@ -25,14 +26,6 @@ from tqtool.transform.plan import OutputTensor, Role, TransformPlan
 
 Array = NDArray[np.float32]
 See = Callable[[str, Array], None]
-
-
-@dataclass(slots=True)
-class _Call:
-    """What the model passes to one layer besides the hidden state."""
-
-    arguments: tuple[Any, ...]
-    options: Mapping[str, Any]
 
 
 class StreamedModel:
@@ -47,7 +40,7 @@ class StreamedModel:
             raise UserError(f"{checkpoint.path}: mlx-lm's {checkpoint.model_type} has no list of layers to calibrate")
         self._listed: list[Any] = layers
         self._layers: list[nn.Module] = list(layers)
-        self._calls: dict[int, list[_Call]] = {}
+        self._calls: dict[int, list[Stand]] = {}
         paths = {id(module): path for path, module in self._model.named_modules()}
         self._paths = [paths[id(layer)] for layer in self._layers]
 
@@ -129,20 +122,20 @@ class StreamedModel:
         mx.eval(result)
         return np.array(result)
 
-    def _call(self, index: int, length: int) -> _Call:
+    def _call(self, index: int, length: int) -> Stand:
         if length not in self._calls:  # a resumed run enters in the middle
             self._calls[length] = self._catch(np.zeros(length, np.uint32))[1]
         return self._calls[length][index]
 
-    def _catch(self, tokens: NDArray[np.uint32]) -> tuple[Array, list[_Call]]:
+    def _catch(self, tokens: NDArray[np.uint32]) -> tuple[Array, list[Stand]]:
         """Run the model with layers that only note how they are called; nothing behind them is evaluated."""
-        caught: list[tuple[mx.array, _Call]] = []
+        stands = [Stand(layer) for layer in self._layers]
         listed = self._listed
         embedding = next(output for output in self._outputs.values() if output.role is Role.EMBEDDING)
         stem = embedding.name.removesuffix(".weight")
         module = dict(self._model.named_modules())[stem]
         try:
-            listed[:] = [_Catcher(layer, caught) for layer in self._layers]
+            listed[:] = stands
             self._model.update_modules(tree_unflatten([(stem, _Rows(self._embed(embedding, tokens)))]))
             self._model(mx.array(tokens)[None])
         except Exception as error:
@@ -151,9 +144,9 @@ class StreamedModel:
         finally:
             listed[:] = self._layers
             self._model.update_modules(tree_unflatten([(stem, module)]))
-        hidden = caught[0][0]
+        hidden = stands[0].take_entering()
         mx.eval(hidden)
-        return np.array(hidden.astype(mx.float32)[0]), [call for _, call in caught]
+        return np.array(hidden.astype(mx.float32)[0]), stands
 
     def _embed(self, embedding: OutputTensor, tokens: NDArray[np.uint32]) -> mx.array:
         """Folded embedding rows ``[T, hidden]``, reading only those: folds of an embedding act on each row alone."""
@@ -180,20 +173,6 @@ class _Rows(nn.Module):  # type: ignore[misc]
 
     def as_linear(self, hidden: mx.array) -> mx.array:
         """The head of a tied model; its result is thrown away."""
-        return hidden
-
-
-class _Catcher:
-    """Stands for a layer: notes the call, passes the hidden state on."""
-
-    def __init__(self, layer: nn.Module, caught: list[tuple[mx.array, _Call]]) -> None:
-        self._layer, self._caught = layer, caught
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    def __call__(self, hidden: mx.array, *arguments: Any, **options: Any) -> mx.array:
-        self._caught.append((hidden, _Call(arguments, options)))
         return hidden
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tqtool.errors import NumericalError, UserError
 
 if TYPE_CHECKING:
+    import mlx.core as mx
     import mlx.nn as nn
 
 ROWS = 32
@@ -42,18 +43,30 @@ def window_logits(model: nn.Module, windows: Iterable[NDArray[np.uint32]]) -> It
 
     width = vocabulary_size(model)
 
-    def start(tokens: NDArray[np.uint32]) -> Any:
+    def logits_of(tokens: NDArray[np.uint32]) -> Any:
         if tokens.max() >= width:  # MLX would read outside the embedding
             message = f"token {tokens.max()}, the model has {width}"
             raise UserError(message, hint="the tokenizer is of another model; copy the right one there")
-        logits = model(mx.array(tokens[None, :-1]))[0].astype(mx.float32)
-        mx.async_eval(logits)  # type: ignore[no-untyped-call]
-        return logits
+        return model(mx.array(tokens[None, :-1]))
+
+    yield from computed(logits_of(tokens) for tokens in windows)
+
+
+def computed(windows: Iterable[mx.array]) -> Iterator[NDArray[np.float32]]:
+    """Yield float32 [P, vocabulary] for each window's logits [1, P, vocabulary], which come unevaluated.
+
+    The next window is already computing while the caller works on the one that was yielded.
+
+    Raises:
+        NumericalError: a logit is not finite.
+    """
+    import mlx.core as mx
 
     pending = None
     index = 0
-    for tokens in windows:
-        following = start(tokens)
+    for logits in windows:
+        following = logits[0].astype(mx.float32)
+        mx.async_eval(following)  # type: ignore[no-untyped-call]
         if pending is not None:
             yield _to_numpy(pending, index)
             index += 1
