@@ -117,7 +117,7 @@ def score_kl(
     if not 1 <= count <= dump.info.windows:
         raise UserError(f"--windows {count}: the dump has {dump.info.windows}")
     check_tokenizer(model, dump)
-    _check_width(model, dump)
+    check_width(model, dump)
     warnings = context_warnings(model.config, dump.info.context)
     started = time.monotonic()
     scores = []
@@ -128,7 +128,8 @@ def score_kl(
     return _report(model, dump, scores, time.monotonic() - started, keep_flips, warnings)
 
 
-def _check_width(model: LoadedModel, dump: TeacherDump) -> None:
+def check_width(model: LoadedModel, dump: TeacherDump) -> None:
+    """Raise UserError unless ``model`` has as many logits as the teacher had."""
     found = vocabulary_size(model.model)
     if found != dump.info.vocab_size:
         raise UserError(

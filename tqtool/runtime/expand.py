@@ -25,7 +25,7 @@ def expand_layers(model: nn.Module, dtype: mx.Dtype) -> tuple[int, tuple[str, ..
     expanded = 0
     left = []
     for path, module in model.named_modules():
-        dense = _dense(module, dtype)
+        dense = dense_twin(module, dtype)
         if dense is not None:
             mx.eval(dense.parameters())
             model.update_modules(tree_unflatten([(path, dense)]))
@@ -35,7 +35,7 @@ def expand_layers(model: nn.Module, dtype: mx.Dtype) -> tuple[int, tuple[str, ..
     return expanded, tuple(left)
 
 
-def _dense(module: nn.Module, dtype: mx.Dtype) -> nn.Module | None:
+def dense_twin(module: nn.Module, dtype: mx.Dtype) -> nn.Module | None:
     """The dense twin of a quantized layer; None for any other module."""
     if isinstance(module, TrellisLinear):
         return _with_weight(nn.Linear(1, 1, bias=False), module, _trellis_weight(module, dtype))

@@ -83,7 +83,7 @@ class LayeredModel:
         return left
 
     def finish(self, index: int, hidden: mx.array, tokens: mx.array) -> mx.array:
-        """Logits ``[1, T, vocabulary]`` of ``hidden`` through the layers from ``index`` on; at the depth, of the head."""
+        """Logits ``[1, T, vocabulary]`` of ``hidden`` through the layers from ``index`` on, which may be none."""
         first = Stand(self._layers[min(index, self.depth - 1)], instead=hidden, runs=index < self.depth)
         before = [Stand(layer) for layer in self._layers[: min(index, self.depth - 1)]]
         return self._call(tokens, [*before, first, *self._layers[index + 1 :]])

@@ -98,7 +98,7 @@ def load(
         _check_choice("dtype", dtype, get_args(DtypeName))
     blas = ensure_blas()
     folder = model_folder(path)
-    config = _read_config(folder)
+    config = loading_config(folder)
     tensors = _read_headers(folder)
     specs = specs_from_config(config)
     _check_trellis(specs, tensors)
@@ -195,7 +195,8 @@ def _reading(folder: Path, what: str, *, is_artifact: bool) -> Iterator[None]:
         raise kind(f"{folder}: {what} ({reason})", hint=f"`tqtool {look}` says what is known of it") from error
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def loading_config(folder: Path) -> dict[str, Any]:
+    """The config that the model of ``folder`` is built from; SourceError or ArtifactError where it cannot serve."""
     from mlx_lm.utils import load_config
 
     is_artifact = (folder / MANIFEST_NAME).exists()
