@@ -25,6 +25,8 @@ VERBS = (
     "codec",
     "teacher",
     "eval",
+    "sensitivity",
+    "kmap",
     "compare",
     "generate",
 )

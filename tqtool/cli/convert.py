@@ -45,6 +45,16 @@ def convert(
     sink_weight: Annotated[
         float | None, typer.Option("--sink-weight", help="Ordinary rows that an attention sink counts for (gptq).")
     ] = None,
+    sensitivity: Annotated[
+        Path | None,
+        typer.Option("--sensitivity", help="File of tqtool sensitivity: bits by module, with --target-bpw."),
+    ] = None,
+    target_bpw: Annotated[
+        float | None,
+        typer.Option(
+            "--target-bpw", help="Bits a weight over all packed modules, scales and biases included, at most."
+        ),
+    ] = None,
     reuse: Annotated[
         list[Path] | None, typer.Option("--reuse", help="Artifact to take equal tensors from; repeatable.")
     ] = None,
@@ -60,6 +70,7 @@ def convert(
     """Parse, plan, run, render."""
     from tqtool.artifact.reload import parse_depth
     from tqtool.errors import UserError
+    from tqtool.formats.sensitivity_file import read_sensitivity
     from tqtool.pipeline.calibrated import SINK_WEIGHT
     from tqtool.pipeline.convert import ConvertRequest, check_artifact, plan_convert
     from tqtool.pipeline.rules import packed_setting, parse_dtype, parse_rule
@@ -73,6 +84,8 @@ def convert(
         raise UserError("--method gptq and --hessians DIR belong together", hint="tqtool calibrate makes DIR")
     if sink_weight is not None and hessians is None:
         raise UserError("--sink-weight without --method gptq does nothing")
+    if (sensitivity is None) != (target_bpw is None):
+        raise UserError("--target-bpw and --sensitivity FILE belong together", hint="tqtool sensitivity makes FILE")
     places = read_places(source, out, model, mlx_path)
     packing = None
     if quantize or any(flag is not None for flag in (bits, group_size, mode)):
@@ -87,11 +100,13 @@ def convert(
         rotation_seed=(DEFAULT_SEED if rotation_seed is None else rotation_seed) if rotate else None,
         overwrite=overwrite,
         hessians=hessians,
+        sensitivity=None if sensitivity is None else read_sensitivity(sensitivity),
+        target_bpw=target_bpw,
         reuse=tuple(reuse or ()),
         journal=journal,
         sink_weight=SINK_WEIGHT if sink_weight is None else sink_weight,
     )
-    if hessians is not None and packing is None:
+    if hessians is not None and packing is None and sensitivity is None:
         raise UserError("--method gptq without bits packs nothing", hint="add --bits 4, for example")
     job = plan_convert(request)
     if dry_run:

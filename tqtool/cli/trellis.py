@@ -29,7 +29,13 @@ def trellis(
     model: Annotated[str | None, typer.Option("--hf-path", "--model", help="Same as SRC.")] = None,
     mlx_path: Annotated[Path | None, typer.Option("--mlx-path", help="Same as OUT.")] = None,
     k: Annotated[int, typer.Option("--k", "-k", help="Bits per weight, 1-4.")] = 3,
-    k_map: Annotated[Path | None, typer.Option("--k-map", help="JSON file with bits for single modules.")] = None,
+    k_map: Annotated[
+        Path | None,
+        typer.Option("--k-map", help="JSON file: bits for single modules, or with --k-budget sensitivities."),
+    ] = None,
+    k_budget: Annotated[
+        float | None, typer.Option("--k-budget", help="Mean bits of the codes, spent by the sensitivities of --k-map.")
+    ] = None,
     modules: Annotated[
         list[str] | None, typer.Option("--modules", help="mlp, all, or a glob of module paths; repeatable. [mlp]")
     ] = None,
@@ -76,7 +82,7 @@ def trellis(
     """Parse, plan, run, render."""
     from tqtool.artifact.reload import parse_depth
     from tqtool.errors import UserError
-    from tqtool.formats.kmap import read_kmap
+    from tqtool.formats.sensitivity_file import read_kmap_or_sensitivity
     from tqtool.mathx.codes import parse_code
     from tqtool.pipeline.calibrated import SINK_WEIGHT
     from tqtool.pipeline.job import Meter
@@ -98,6 +104,7 @@ def trellis(
     if sink_weight is not None and ldlq is None:
         raise UserError("--sink-weight without --ldlq does nothing")
     places = read_places(source, out, model, mlx_path)
+    rates, sensitivity = read_kmap_or_sensitivity(k_map, k_budget)
     meter = Meter()
     other = None
     if bits is not None or group_size is not None:
@@ -117,7 +124,9 @@ def trellis(
         hessians=ldlq,
         reuse=tuple(reuse or ()),
         journal=journal,
-        k_map={} if k_map is None else read_kmap(k_map),
+        k_map=rates,
+        sensitivity=sensitivity,
+        k_budget=k_budget,
         sink_weight=SINK_WEIGHT if sink_weight is None else sink_weight,
         tick=meter,
     )

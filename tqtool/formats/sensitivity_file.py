@@ -13,7 +13,8 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from tqtool.errors import UserError
-from tqtool.formats.json_file import parse_json_object, read_file
+from tqtool.formats.json_file import parse_json_object, read_file, read_json_object
+from tqtool.formats.kmap import read_kmap
 from tqtool.formats.sensitivity import FORMAT, Candidate, Group, Reference, Sensitivity, Value, parse, tie
 
 SCALE_BITS = 32
@@ -47,6 +48,26 @@ def read_sensitivity(path: Path, *, reference: Reference | None = None) -> Sensi
     if reference not in (None, found.reference):
         raise UserError(f"{where}: was measured with reference {found.reference}", hint="leave --reference out")
     return found
+
+
+def read_kmap_or_sensitivity(path: Path | None, budget: float | None) -> tuple[dict[str, int], Sensitivity | None]:
+    """What ``--k-map`` names: a k-map, or with ``budget`` a measurement to make one from.
+
+    Raises:
+        UserError: see ``read_kmap``, ``read_sensitivity``; a budget without a measurement, or one without the other.
+    """
+    hint = "tqtool sensitivity makes a measurement; tqtool kmap spends a budget on it"
+    if path is None:
+        if budget is not None:
+            raise UserError("--k-budget without --k-map: nothing says where bits help most", hint=hint)
+        return {}, None
+    if kind_of(read_json_object(path)) is None:
+        if budget is not None:
+            raise UserError(f"--k-budget: {path} is a k-map, its bits are decided already", hint=hint)
+        return read_kmap(path), None
+    if budget is None:
+        raise UserError(f"{path}: sensitivities, which need a budget", hint="add --k-budget 3.0, for example")
+    return {}, read_sensitivity(path)
 
 
 def kind_of(body: dict[str, Any]) -> Literal["tqtool", "optiq", "exl3"] | None:

@@ -7,13 +7,15 @@ embedding packed alike, everything else cast to the model's dtype.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tqtool.artifact.reload import Depth, compare_modules, reload_stock
 from tqtool.errors import ArtifactError, UserError
 from tqtool.formats.dtypes import DType
+from tqtool.formats.sensitivity import Sensitivity
+from tqtool.pipeline.affine_mix import AffineMix, affine_mix, candidate_packings
 from tqtool.pipeline.calibrated import SINK_WEIGHT, calibrated_affine, open_hessians
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
 from tqtool.pipeline.rules import Choices, Dense, Packed, Rule, Setting, resolve
@@ -43,6 +45,8 @@ class ConvertRequest:
         overwrite: Replace an existing artifact of tqtool.
         hessians: Calibration folder; given, affine modules are solved by GPTQ.
         sink_weight: How many ordinary rows a sink row counts for.
+        sensitivity: Measurement that decides the bits of the modules in it, under ``target_bpw``.
+        target_bpw: What all packed modules together store at most for each weight.
         reuse: Artifacts to take tensors from where nothing that decides them differs.
         journal: Folder that keeps finished tensors until the artifact is whole.
         files: Further files of the artifact, relative path → bytes.
@@ -58,6 +62,8 @@ class ConvertRequest:
     overwrite: bool = False
     hessians: Path | None = None
     sink_weight: float = SINK_WEIGHT
+    sensitivity: Sensitivity | None = None
+    target_bpw: float | None = None
     reuse: tuple[Path, ...] = ()
     journal: Path | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -78,21 +84,28 @@ class ConvertRequest:
 
 def plan_convert(request: ConvertRequest) -> Job:
     """Open the source and resolve the whole job; no tensor is read."""
+    if request.sensitivity is not None and request.packing is None:
+        packings = candidate_packings(request.sensitivity)
+        request = replace(request, packing=packings[min(packings)])
     checkpoint = open_checkpoint(request.source, revision=request.revision)
     transform = plan_transform(checkpoint, rotation_seed=request.rotation_seed)
     default: Setting = request.packing or Dense()
     target = StoredDtype(checkpoint, request.dtype)
     rules = (*head_rules(transform, request), *request.rules)
     choices = resolve(transform.outputs, default=default, rules=rules, dtype_of=target.of)
+    mixed = _mixed(request, transform, choices, target)
+    if mixed is not None:
+        rules = (*head_rules(transform, request), *mixed.rules, *request.rules)
+        choices = resolve(transform.outputs, default=default, rules=rules, dtype_of=target.of)
     _require_packed(request, transform, choices)
     choices, calibration = _calibrated(request, checkpoint, transform, choices)
     extras = JobExtras(
         notes=choices.notes,
-        plan_notes=(*target.notes(), *choices.counted_notes()),
+        plan_notes=(*target.notes(), *choices.counted_notes(), *([] if mixed is None else [mixed.mix.note()])),
         hints=head_hints(transform, choices),
         default_entry=None if request.packing is None else packed_entry(request.packing),
         dtype=target.config_dtype,
-        request={**request.to_json(), **calibration},
+        request={**request.to_json(), **calibration, **_allocation(request, mixed)},
         tags=_tags(request, choices.main_bits(transform.outputs)),
         overwrite=request.overwrite,
         reuse=request.reuse,
@@ -103,7 +116,7 @@ def plan_convert(request: ConvertRequest) -> Job:
 
 
 def head_rules(transform: TransformPlan, request: ConvertRequest) -> tuple[Rule, ...]:
-    """With GPTQ, what produces the logits takes at least ``HEAD_BITS``: the user's rules come after and win.
+    """With GPTQ or measured bits, what produces the logits takes at least ``HEAD_BITS``; the user's rules still win.
 
     A tied embedding at 4 bits costs SmolLM2-135M four points of perplexity, at 6 bits 0.2; plain ``convert`` keeps to
     the bytes of mlx_lm.convert instead and only says so.
@@ -111,13 +124,36 @@ def head_rules(transform: TransformPlan, request: ConvertRequest) -> tuple[Rule,
     tables = {output.role: output for output in transform.outputs if output.role in (Role.EMBEDDING, Role.HEAD)}
     head = tables.get(Role.HEAD) or tables.get(Role.EMBEDDING)
     packing = request.packing
-    if request.hessians is None or packing is None or packing.bits >= HEAD_BITS or head is None or head.module is None:
+    is_plain = request.hessians is None and request.sensitivity is None
+    if is_plain or packing is None or packing.bits >= HEAD_BITS or head is None or head.module is None:
         return ()
     if head.shape[-1] % packing.group_size:
         return ()
     setting = Packed(bits=HEAD_BITS, group_size=packing.group_size, mode="affine")
     text = f"{head.module}=bits:{HEAD_BITS},group:{packing.group_size}"
     return (Rule(glob=head.module, setting=setting, text=text),)
+
+
+def _mixed(
+    request: ConvertRequest, transform: TransformPlan, choices: Choices, target: StoredDtype
+) -> AffineMix | None:
+    if request.sensitivity is None or request.target_bpw is None:
+        return None
+    return affine_mix(
+        request.sensitivity,
+        request.target_bpw,
+        outputs=transform.outputs,
+        choices=choices,
+        rules=request.rules,
+        dtype_of=target.of,
+    )
+
+
+def _allocation(request: ConvertRequest, mixed: AffineMix | None) -> dict[str, Any]:
+    """What the request in the manifest says of measured bits."""
+    if mixed is None:
+        return {}
+    return {"allocation": {"target_bpw": request.target_bpw, "bits": dict(mixed.mix.bits)}}
 
 
 def _calibrated(

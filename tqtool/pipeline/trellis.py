@@ -18,8 +18,10 @@ from typing import Any, Literal
 from tqtool.artifact.reload import Depth, compare_modules, reload_stock
 from tqtool.errors import ArtifactError, UserError
 from tqtool.formats.kmap import rates_of
+from tqtool.formats.sensitivity import Sensitivity
 from tqtool.formats.trellis import FORMAT_VERSION, TrellisSpec
 from tqtool.mathx.signs import require_seed
+from tqtool.pipeline.allocation import budgeted_rates
 from tqtool.pipeline.calibrated import SINK_WEIGHT, Hessians, LdlqEncoder, calibrated_affine, open_hessians
 from tqtool.pipeline.convert import StoredDtype, packed_entry, plan_transform
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
@@ -75,6 +77,8 @@ class TrellisRequest:
         hessians: Calibration folder; given, coded modules are coded with feedback (LDLQ) and affine ones by GPTQ.
         sink_weight: How many ordinary rows a sink row counts for.
         k_map: Module path or glob → bits, for modules that differ from ``options.k``.
+        sensitivity: Measurement to make the k-map from, with ``k_budget``.
+        k_budget: Mean bits of the codes over all coded weights.
         reuse: Artifacts to take tensors from where nothing that decides them differs.
         journal: Folder that keeps finished tensors until the artifact is whole.
         files: Further files of the artifact, relative path → bytes.
@@ -97,6 +101,8 @@ class TrellisRequest:
     journal: Path | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
     k_map: Mapping[str, int] = field(default_factory=dict)
+    sensitivity: Sensitivity | None = None
+    k_budget: float | None = None
     tick: Tick = field(default=lambda weights: None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -142,6 +148,7 @@ def plan_trellis(request: TrellisRequest) -> Job:
     checkpoint = open_checkpoint(request.source, revision=request.revision)
     transform = _transform(checkpoint, request)
     coded = coded_modules(transform, request.modules, request.rules)
+    request = _budgeted(request, coded)
     target = StoredDtype(checkpoint, None)
     other = request.other or OTHER
     rules = (*default_rules(transform, request), *request.rules)
@@ -252,6 +259,14 @@ def _transform(checkpoint: Checkpoint, request: TrellisRequest) -> TransformPlan
             raise
         hint = "--no-rotate-weights codes the weights as they are (worse: the trellis expects Gaussian weights)"
         raise UserError(error.message, hint=f"{error.hint}; {hint}" if error.hint else hint) from error
+
+
+def _budgeted(request: TrellisRequest, coded: Sequence[OutputTensor]) -> TrellisRequest:
+    """``request`` with the k-map that its measurement and budget make."""
+    if request.sensitivity is None or request.k_budget is None:
+        return request
+    weights = {str(output.module): math.prod(output.shape) for output in coded}
+    return replace(request, k_map=budgeted_rates(request.sensitivity, request.k_budget, weights, request.options.k))
 
 
 def _rate_tag(coded: Sequence[OutputTensor], rates: Mapping[str, int]) -> str:

@@ -1,0 +1,173 @@
+"""Measured sensitivities and a budget → bits for every module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+from tqtool.errors import UserError
+from tqtool.formats.kmap import RATES
+from tqtool.formats.sensitivity import Group, Sensitivity
+from tqtool.mathx.allocation import Option, allocate
+
+Cost = Callable[[Group, int], int]
+"""Bits that a group takes at a candidate's nominal bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """What each measured module gets, and what single swaps say it does.
+
+    Attributes:
+        groups: Modules that take one rate, and its nominal bits, in the order of the file.
+        mean_bits: Nominal bits per weight over them.
+        bits_per_weight: All that is stored for them, per weight; None where the file does not say.
+        change: Sum of the measured changes of KL, from the reference on: a prediction, for swaps do not add up.
+        kl: The reference's KL and ``change``; None where the file has none.
+        gap: No mix within the budget has a predicted KL lower by more than this.
+        noisy: Groups of which some candidate has more bits and a higher KL than another.
+        counts: Nominal bits → groups.
+    """
+
+    groups: tuple[tuple[tuple[str, ...], int], ...]
+    mean_bits: float
+    bits_per_weight: float | None
+    change: float
+    kl: float | None
+    gap: float
+    noisy: int
+    counts: Mapping[int, int]
+
+    @property
+    def bits(self) -> dict[str, int]:
+        """Module → nominal bits."""
+        return {name: bits for modules, bits in self.groups for name in modules}
+
+    def to_json(self) -> dict[str, Any]:
+        """The prediction, for a report."""
+        return {
+            "mean_bits": self.mean_bits,
+            "bits_per_weight": self.bits_per_weight,
+            "predicted_change": self.change,
+            "predicted_kl": self.kl,
+            "optimality_gap": self.gap,
+            "noisy_groups": self.noisy,
+            "groups_by_bits": {str(bits): count for bits, count in self.counts.items()},
+        }
+
+    def note(self) -> str:
+        """One line for a plan."""
+        counts = ", ".join(f"{count} at {bits}" for bits, count in self.counts.items() if count)
+        predicted = f"change of KL {self.change:+.4f}" if self.kl is None else f"KL {self.kl:.4f}"
+        return f"bits by measured sensitivity: {counts}; single swaps add up to {predicted}, which a mix need not keep"
+
+
+def mix_for(
+    sensitivity: Sensitivity, groups: Sequence[Group], budget: Fraction, cost: Cost, what: str, rates: Sequence[int]
+) -> Mix:
+    """The mix of ``groups`` at ``rates``, some of the candidates' bits, that takes at most ``budget`` bits in all.
+
+    Raises:
+        UserError: the lowest rates already take more; ``what`` names the budget in the message.
+    """
+    curves = [
+        [Option(bits=cost(group, bits), loss=sensitivity.change(group, bits)) for bits in rates] for group in groups
+    ]
+    found = allocate(curves, math.floor(budget))
+    if found is None:
+        least, weights = sum(curve[0].bits for curve in curves), sum(group.parameters for group in groups)
+        raise UserError(
+            f"{what}: leaves {float(budget / weights):.4f} bits for each measured weight, "
+            f"{rates[0]}-bit candidates take {least / weights:.4f}",
+            hint="raise it, or measure lower candidates",
+        )
+    chosen = [rates[index] for index in found.chosen]
+    weights = sum(group.parameters for group in groups)
+    stored = [group.bits_per_weight.get(str(bits)) for group, bits in zip(groups, chosen, strict=True)]
+    reference = sensitivity.reference_kl
+    return Mix(
+        groups=tuple((tuple(group.modules), bits) for group, bits in zip(groups, chosen, strict=True)),
+        mean_bits=sum(bits * group.parameters for group, bits in zip(groups, chosen, strict=True)) / weights,
+        bits_per_weight=None
+        if None in stored
+        else sum((rate or 0.0) * group.parameters for group, rate in zip(groups, stored, strict=True)) / weights,
+        change=float(found.loss),
+        kl=None if reference is None else reference.mean + float(found.loss),
+        gap=float(found.loss - found.bound),
+        noisy=sum(_rises(curve) for curve in curves),
+        counts={bits: chosen.count(bits) for bits in rates},
+    )
+
+
+def kmap_for(sensitivity: Sensitivity, budget: float, modules: Sequence[str] = ("*",)) -> Mix:
+    """The mix whose mean nominal bits over the groups that ``modules`` (globs) match is at most ``budget``.
+
+    Raises:
+        UserError: a glob matches no measured module, or half of a tied group; the budget is too low.
+    """
+    groups = _matching(sensitivity, modules)
+    total = exact(budget, "--budget") * sum(group.parameters for group in groups)
+    return mix_for(sensitivity, groups, total, nominal, f"--budget {budget}", _trellis_rates(sensitivity))
+
+
+def budgeted_rates(sensitivity: Sensitivity, budget: float, weights: Mapping[str, int], default: int) -> dict[str, int]:
+    """Nominal bits of the coded modules, whose mean over all ``weights`` (module → count) is at most ``budget``.
+
+    Modules that were not measured keep ``default`` and count.
+
+    Raises:
+        UserError: a measured module is not coded or has other weights; the budget is too low.
+    """
+    for group in sensitivity.groups:
+        for name, count in zip(group.modules, group.param_counts, strict=True):
+            if weights.get(name) != count:
+                found = f"has {weights[name]} weights here, {count} there" if name in weights else "is not coded here"
+                raise UserError(f"sensitivity: {name} {found}", hint="measure this model, and these --modules")
+    measured = {name for group in sensitivity.groups for name in group.modules}
+    fixed = sum(default * count for name, count in weights.items() if name not in measured)
+    total = exact(budget, "--k-budget") * sum(weights.values()) - fixed
+    rates = _trellis_rates(sensitivity)
+    return mix_for(sensitivity, sensitivity.groups, total, nominal, f"--k-budget {budget}", rates).bits
+
+
+def _trellis_rates(sensitivity: Sensitivity) -> list[int]:
+    """Candidates' bits that the trellis has; UserError if there are fewer than two."""
+    found = [bits for bits in sensitivity.candidate_bits if bits in RATES]
+    if len(found) < 2:
+        raise UserError(
+            f"candidates of {sensitivity.candidate_bits} bits: the trellis has {', '.join(map(str, RATES))}"
+        )
+    return found
+
+
+def nominal(group: Group, bits: int) -> int:
+    """Codes alone."""
+    return bits * group.parameters
+
+
+def exact(budget: float, flag: str) -> Fraction:
+    """``budget`` as it was written: 3.3 is 33/10, not the float next to it."""
+    if not math.isfinite(budget) or budget <= 0:
+        raise UserError(f"{flag} {budget}: expected a positive number of bits per weight")
+    return Fraction(repr(budget))
+
+
+def _matching(sensitivity: Sensitivity, modules: Sequence[str]) -> list[Group]:
+    names = [name for group in sensitivity.groups for name in group.modules]
+    for glob in modules:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise UserError(f"--modules {glob!r} matches no measured module", hint=f"one is {names[0]}")
+    wanted = {name for name in names if any(fnmatchcase(name, glob) for glob in modules)}
+    for group in sensitivity.groups:
+        if 0 < len(wanted.intersection(group.modules)) < len(group.modules):
+            raise UserError(f"--modules: {', '.join(group.modules)} take one rate together", hint="match all or none")
+    return [group for group in sensitivity.groups if wanted.issuperset(group.modules)]
+
+
+def _rises(curve: Sequence[Option]) -> bool:
+    return any(high.loss > low.loss for low, high in pairwise(curve))
