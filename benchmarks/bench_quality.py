@@ -390,7 +390,7 @@ def tree_hash(folder: Path) -> str:
 
 def content_of(folder: Path) -> str:
     """Hash of config and weights, whoever wrote them."""
-    from tqtool.evals.tasks import content_hash
+    from tqtool.artifact.content import content_hash
 
     return content_hash(folder)
 

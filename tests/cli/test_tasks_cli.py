@@ -249,7 +249,7 @@ def test_an_outcome_that_was_edited_by_hand_is_found(tqtool: Any, results: Path,
 def test_the_hash_of_a_model_sees_weights_not_only_shapes(work: Path, tmp_path: Path) -> None:
     import shutil
 
-    from tqtool.evals.tasks import content_hash
+    from tqtool.artifact.content import content_hash
 
     copy = shutil.copytree(work / "a", tmp_path / "copy")
     assert content_hash(copy) == content_hash(work / "a")

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tqtool.artifact.content import content_hash
 from tqtool.errors import NumericalError, UserError
 from tqtool.evals.context import context_warnings
 from tqtool.evals.estimate import Estimate, estimate, perplexity
@@ -47,6 +48,7 @@ class KlReport:
     """Scores of one model against one dump; KL in nats per token.
 
     Attributes:
+        model_hash: Of the config and weights that were scored (``tqtool.artifact.content``).
         kl: Mean KL, with standard errors.
         top1: Share of positions with the same first token, with standard errors.
         nll: Mean negative log-likelihood of the text under the model; ``teacher_nll`` under the teacher.
@@ -58,6 +60,7 @@ class KlReport:
     """
 
     model: str
+    model_hash: str
     teacher: str
     windows: int
     context: int
@@ -240,6 +243,7 @@ def _report(
         agree[flip.window, flip.position] = 0.0
     return KlReport(
         model=str(model.report.path),
+        model_hash=content_hash(model.report.path),
         teacher=dump.info.model,
         windows=len(scores),
         context=dump.info.context,

@@ -7,9 +7,9 @@ import importlib.metadata
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import get_args
 
+from tqtool.artifact.content import content_hash
 from tqtool.errors import UserError
 from tqtool.evals.choice import ChoiceOutcome, ChoiceScorer
 from tqtool.evals.context import context_warnings
@@ -167,18 +167,6 @@ def summarize(outcomes: Sequence[Outcome]) -> tuple[TaskSummary, ...]:
         summary = TaskSummary(task=task, format=format_, items=len(group), shares=tuple(shares), mean_tokens=mean)
         summaries.append(summary)
     return tuple(summaries)
-
-
-def content_hash(folder: Path) -> str:
-    """SHA-256 over names and contents of ``config.json`` and the weight files.
-
-    Headers would not do: two solvers write the same shapes, and these are the arms that get compared.
-    """
-    digest = hashlib.sha256()
-    for file in [folder / "config.json", *sorted(folder.glob("model*.safetensors"))]:
-        with file.open("rb") as stream:
-            digest.update(file.name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()
 
 
 def _positions(prompt: AnyPrompt, settings: TaskSettings) -> int:
