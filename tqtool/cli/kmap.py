@@ -61,6 +61,8 @@ def kmap(
     for line in sensitivity.notes:
         note(f"note: {line}")
     mix = kmap_for(sensitivity, budget, modules or ("*",))
+    for line in mix.doubts():
+        note(f"note: {line}")
     report = {"budget": budget, "reference": sensitivity.reference, **mix.to_json()}
     if teacher is not None:
         from tqtool.evals.candidates import open_candidates

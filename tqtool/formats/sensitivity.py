@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tqtool.errors import UserError
 
@@ -168,17 +168,13 @@ def parse(body: dict[str, Any], data: bytes, where: str) -> Sensitivity:
     """The document in ``body``, which ``data`` encodes.
 
     Raises:
-        UserError: another version, an unknown or missing field, or bytes that ``encode`` does not write.
+        UserError: another version, or bytes that ``encode`` does not write.
+        ValidationError: an unknown, missing or wrong field.
     """
     version = body.get("format_version")
     if type(version) is not int or version != 1:
         raise UserError(f"{where}: format_version {str(version)[:40]}, this tqtool reads 1", hint="use a newer tqtool")
-    try:
-        sensitivity = Sensitivity.model_validate({key: value for key, value in body.items() if key != "layers"})
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "document"
-        raise UserError(f"{where}: {place}: {first['msg']}", hint="measure again") from error
+    sensitivity = Sensitivity.model_validate({key: value for key, value in body.items() if key != "layers"})
     if encode(sensitivity) != data:
         raise UserError(
             f"{where}: not the bytes that tqtool sensitivity writes: edited or damaged", hint="measure again"

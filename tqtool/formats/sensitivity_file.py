@@ -33,18 +33,23 @@ def read_sensitivity(path: Path, *, reference: Reference | None = None) -> Sensi
     """
     data, where = read_file(path), str(path)
     body = parse_json_object(data, where)
-    match kind_of(body):
-        case "tqtool":
-            found = parse(body, data, where)
-        case "optiq":
-            found = import_optiq(body, where, reference)
-        case "exl3":
-            found = import_exl3(body, where)
-        case None:
-            raise UserError(
-                f"{where}: neither a sensitivity file of tqtool or OptiQ nor a measurement.json of EXL3",
-                hint="make one with `tqtool sensitivity`",
-            )
+    try:
+        match kind_of(body):
+            case "tqtool":
+                found = parse(body, data, where)
+            case "optiq":
+                found = import_optiq(body, where, reference)
+            case "exl3":
+                found = import_exl3(body, where)
+            case None:
+                raise UserError(
+                    f"{where}: neither a sensitivity file of tqtool or OptiQ nor a measurement.json of EXL3",
+                    hint="make one with `tqtool sensitivity`",
+                )
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "document"
+        raise UserError(f"{where}: {place}: {first['msg']}", hint="measure again") from error
     if reference not in (None, found.reference):
         raise UserError(f"{where}: was measured with reference {found.reference}", hint="leave --reference out")
     return found
@@ -88,6 +93,8 @@ def import_optiq(body: dict[str, Any], where: str, reference: Reference | None) 
     try:
         bits = sorted(_integer(value) for value in body["candidate_bits"])
         size = None if body.get("group_size") is None else _integer(body["group_size"])
+        if size is not None and size < 1:
+            raise ValueError(f"group_size {size}")
         rows = {
             str(row["layer_name"]): (
                 _integer(row["param_count"]),
@@ -111,8 +118,7 @@ def import_optiq(body: dict[str, Any], where: str, reference: Reference | None) 
     if any(len(group.modules) > 1 for group in groups):
         notes.append("gate_proj and up_proj were measured apart: their values are added")
     rates = {each: None if size is None else each + SCALE_BITS / size for each in bits}
-    return _checked(
-        where,
+    return Sensitivity(
         base_model=str(body["base_model"]) if body.get("base_model") else None,
         candidate_bits=bits,
         group_size=size,
@@ -120,6 +126,11 @@ def import_optiq(body: dict[str, Any], where: str, reference: Reference | None) 
         reference_kl=None,
         candidates=[_foreign(each, "affine", size, rates[each]) for each in bits],
         groups=groups,
+        source_sha256=None,
+        transforms=[],
+        protected=[],
+        teacher=None,
+        tools={},
         notes=notes,
     )
 
@@ -141,8 +152,7 @@ def import_exl3(body: dict[str, Any], where: str) -> Sensitivity:
         groups = [_exl3_group(row, bits, where) for row in body["groups"]]
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{where}: not a measurement.json of EXL3 ({type(error).__name__}: {error})") from error
-    return _checked(
-        where,
+    return Sensitivity(
         base_model=None,
         candidate_bits=bits,
         group_size=None,
@@ -150,6 +160,11 @@ def import_exl3(body: dict[str, Any], where: str) -> Sensitivity:
         reference_kl=kl,
         candidates=[_foreign(each, "exl3", None, rate) for each, rate in zip(bits, rates, strict=True)],
         groups=groups,
+        source_sha256=None,
+        transforms=[],
+        protected=[],
+        teacher=None,
+        tools={},
         notes=["weights of a group: its bits over the lowest model, divided by the rates' difference"],
     )
 
@@ -175,6 +190,8 @@ def _optiq_group(
 
 def _exl3_group(row: dict[str, Any], bits: list[int], where: str) -> Group:
     names = [str(name) for name in row["layers"]]
+    if not names:
+        raise ValueError("a group without layers")
     gains = {str(bits[0]): 0.0}
     counts = set()
     for each, candidate in zip(bits[1:], row["candidates"], strict=True):
@@ -195,13 +212,6 @@ def _exl3_group(row: dict[str, Any], bits: list[int], where: str) -> Group:
 
 def _foreign(bits: int, mode: str, group_size: int | None, rate: float | None) -> Candidate:
     return Candidate(bits=bits, mode=mode, group_size=group_size, bits_per_weight=rate, manifest_sha256=None)
-
-
-def _checked(where: str, **fields: Any) -> Sensitivity:
-    try:
-        return Sensitivity(source_sha256=None, transforms=[], protected=[], teacher=None, tools={}, **fields)
-    except ValidationError as error:
-        raise UserError(f"{where}: {error.errors(include_url=False)[0]['msg']}") from error
 
 
 def _integer(value: Any) -> int:

@@ -60,11 +60,23 @@ class Mix:
             "groups_by_bits": {str(bits): count for bits, count in self.counts.items()},
         }
 
-    def note(self) -> str:
-        """One line for a plan."""
+    def notes(self, model: str | None) -> tuple[str, ...]:
+        """What a plan says of it; ``model`` is the one that was measured."""
         counts = ", ".join(f"{count} at {bits}" for bits, count in self.counts.items() if count)
         predicted = f"change of KL {self.change:+.4f}" if self.kl is None else f"KL {self.kl:.4f}"
-        return f"bits by measured sensitivity: {counts}; single swaps add up to {predicted}, which a mix need not keep"
+        return (
+            f"bits by sensitivities measured on {model}: {counts} bits; swaps add up to {predicted}",
+            *self.doubts(),
+        )
+
+    def doubts(self) -> tuple[str, ...]:
+        """Why the sum of the swaps cannot be true, if it cannot."""
+        if self.kl is None or self.kl >= 0:
+            return ()
+        return (
+            "the swaps add up to more than the reference's whole KL: it is too far from the teacher to tell modules "
+            "apart; measure with --reference high, or with higher candidates",
+        )
 
 
 def mix_for(
@@ -115,8 +127,8 @@ def kmap_for(sensitivity: Sensitivity, budget: float, modules: Sequence[str] = (
     return mix_for(sensitivity, groups, total, nominal, f"--budget {budget}", _trellis_rates(sensitivity))
 
 
-def budgeted_rates(sensitivity: Sensitivity, budget: float, weights: Mapping[str, int], default: int) -> dict[str, int]:
-    """Nominal bits of the coded modules, whose mean over all ``weights`` (module → count) is at most ``budget``.
+def coded_mix(sensitivity: Sensitivity, budget: float, weights: Mapping[str, int], default: int) -> Mix:
+    """The mix of the coded modules whose mean nominal bits over all ``weights`` (module → count) is at most ``budget``.
 
     Modules that were not measured keep ``default`` and count.
 
@@ -132,7 +144,7 @@ def budgeted_rates(sensitivity: Sensitivity, budget: float, weights: Mapping[str
     fixed = sum(default * count for name, count in weights.items() if name not in measured)
     total = exact(budget, "--k-budget") * sum(weights.values()) - fixed
     rates = _trellis_rates(sensitivity)
-    return mix_for(sensitivity, sensitivity.groups, total, nominal, f"--k-budget {budget}", rates).bits
+    return mix_for(sensitivity, sensitivity.groups, total, nominal, f"--k-budget {budget}", rates)
 
 
 def _trellis_rates(sensitivity: Sensitivity) -> list[int]:

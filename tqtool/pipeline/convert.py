@@ -101,7 +101,7 @@ def plan_convert(request: ConvertRequest) -> Job:
     choices, calibration = _calibrated(request, checkpoint, transform, choices)
     extras = JobExtras(
         notes=choices.notes,
-        plan_notes=(*target.notes(), *choices.counted_notes(), *([] if mixed is None else [mixed.mix.note()])),
+        plan_notes=(*target.notes(), *choices.counted_notes(), *_mix_notes(request, mixed)),
         hints=head_hints(transform, choices),
         default_entry=None if request.packing is None else packed_entry(request.packing),
         dtype=target.config_dtype,
@@ -147,6 +147,12 @@ def _mixed(
         rules=request.rules,
         dtype_of=target.of,
     )
+
+
+def _mix_notes(request: ConvertRequest, mixed: AffineMix | None) -> tuple[str, ...]:
+    if mixed is None or request.sensitivity is None:
+        return ()
+    return mixed.mix.notes(request.sensitivity.base_model)
 
 
 def _allocation(request: ConvertRequest, mixed: AffineMix | None) -> dict[str, Any]:

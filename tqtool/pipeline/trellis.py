@@ -21,7 +21,7 @@ from tqtool.formats.kmap import rates_of
 from tqtool.formats.sensitivity import Sensitivity
 from tqtool.formats.trellis import FORMAT_VERSION, TrellisSpec
 from tqtool.mathx.signs import require_seed
-from tqtool.pipeline.allocation import budgeted_rates
+from tqtool.pipeline.allocation import coded_mix
 from tqtool.pipeline.calibrated import SINK_WEIGHT, Hessians, LdlqEncoder, calibrated_affine, open_hessians
 from tqtool.pipeline.convert import StoredDtype, packed_entry, plan_transform
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
@@ -148,7 +148,7 @@ def plan_trellis(request: TrellisRequest) -> Job:
     checkpoint = open_checkpoint(request.source, revision=request.revision)
     transform = _transform(checkpoint, request)
     coded = coded_modules(transform, request.modules, request.rules)
-    request = _budgeted(request, coded)
+    request, mix_notes = _budgeted(request, coded)
     target = StoredDtype(checkpoint, None)
     other = request.other or OTHER
     rules = (*default_rules(transform, request), *request.rules)
@@ -174,7 +174,7 @@ def plan_trellis(request: TrellisRequest) -> Job:
         config=_packed_config(coded, quantizers) if is_packed else {},
         files={**request.files, **({MODEL_FILE: _stock_model_source()} if is_packed else {})},
         notes=notes,
-        plan_notes=(*target.notes(), *chosen.counted_notes()),
+        plan_notes=(*target.notes(), *chosen.counted_notes(), *mix_notes),
         dtype=target.config_dtype,
         default_entry=packed_entry(other),
         request={**request.to_json(), **({} if hessians is None else {"calibration": hessians.to_json()})},
@@ -261,12 +261,13 @@ def _transform(checkpoint: Checkpoint, request: TrellisRequest) -> TransformPlan
         raise UserError(error.message, hint=f"{error.hint}; {hint}" if error.hint else hint) from error
 
 
-def _budgeted(request: TrellisRequest, coded: Sequence[OutputTensor]) -> TrellisRequest:
-    """``request`` with the k-map that its measurement and budget make."""
+def _budgeted(request: TrellisRequest, coded: Sequence[OutputTensor]) -> tuple[TrellisRequest, tuple[str, ...]]:
+    """``request`` with the k-map that its measurement and budget make, and what to say of it."""
     if request.sensitivity is None or request.k_budget is None:
-        return request
+        return request, ()
     weights = {str(output.module): math.prod(output.shape) for output in coded}
-    return replace(request, k_map=budgeted_rates(request.sensitivity, request.k_budget, weights, request.options.k))
+    mix = coded_mix(request.sensitivity, request.k_budget, weights, request.options.k)
+    return replace(request, k_map=mix.bits), mix.notes(request.sensitivity.base_model)
 
 
 def _rate_tag(coded: Sequence[OutputTensor], rates: Mapping[str, int]) -> str:
