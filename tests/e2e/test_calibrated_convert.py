@@ -131,6 +131,7 @@ def test_what_does_not_belong_together_is_refused(work, convert, tmp_path, capsy
         (("--bits", "4", "--method", "awq", *hessians), "--method 'awq' is unknown"),
         (("--bits", "4", "--sink-weight", "2"), "--sink-weight without"),
         (("--bits", "4", "--method", "gptq", *hessians, "--sink-weight", "-1"), "expected a number"),
+        (("--bits", "4", "--method", "gptq", *hessians, "--sink-weight", "1e7"), "expected at most 1e+06"),
         (("--bits", "4", "--method", "gptq", "--hessians", tmp_path), "not a finished calibration"),
     ):
         answer = convert(tmp_path / "out", *arguments)

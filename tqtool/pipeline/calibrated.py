@@ -30,6 +30,10 @@ SINK_WEIGHT = 32.0
 """How many ordinary rows one sink row counts for. SmolLM2-135M at 4 bits, contexts of 512, KL at weights 0, 1, 16 and
 256: .447, .124, .097, .095; round-to-nearest .373. Left out, sinks make GPTQ worse than rounding."""
 
+MOST_SINK_WEIGHT = 1e6
+"""Larger weights are refused: the damping, at least 1 % of the mean diagonal, grows with them and would outweigh all
+that ordinary rows add."""
+
 CALIBRATED_ROLES = frozenset({Role.Q, Role.K, Role.V, Role.O, Role.GATE, Role.UP, Role.DOWN, Role.HEAD})
 """What a solver may take. A tied embedding is looked up too, where the head's Hessian says nothing: it is rounded."""
 
@@ -88,6 +92,11 @@ def open_hessians(folder: Path, checkpoint: Checkpoint, transform: TransformPlan
     """
     if sink_weight < 0 or not np.isfinite(sink_weight):
         raise UserError(f"--sink-weight {sink_weight}: expected a number that is not negative")
+    if sink_weight > MOST_SINK_WEIGHT:
+        raise UserError(
+            f"--sink-weight {sink_weight:g}: expected at most {MOST_SINK_WEIGHT:g}",
+            hint="beyond it the damping, a share of the mean diagonal, outweighs all that ordinary rows add",
+        )
     calibration = open_calibration(folder)
     info = calibration.info
     if (info.transform, info.rotation_seed) != (transform.id, transform.seed):

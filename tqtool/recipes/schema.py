@@ -13,9 +13,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tqtool.errors import UserError
+from tqtool.pipeline.calibrated import MOST_SINK_WEIGHT
 
 Positive = Annotated[int, Field(ge=1)]
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, le=MOST_SINK_WEIGHT, allow_inf_nan=False)]
 
 
 class _Part(BaseModel):
@@ -118,12 +119,16 @@ def read_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
         raise UserError(f"{path}: cannot be read ({error})") from error
     try:
         node, value = yaml.compose(text), yaml.safe_load(text)
+        twice = _given_twice(node)
     except (ValueError, RecursionError) as error:  # impossible dates, for one
         raise UserError(f"{path}: not YAML ({error})") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
         raise UserError(f"{path}{where}: not YAML ({getattr(error, 'problem', None) or error})") from error
+    if twice is not None:
+        name, second, first_line = twice
+        raise UserError(f"{path}, line {second}: {name}: given twice, first in line {first_line}", hint="remove one")
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected fields, found {type(value).__name__}")
     for change in changes:
@@ -160,8 +165,32 @@ def _apply(value: dict[str, Any], change: str) -> None:
             raise UserError(f"--set {change!r}: {name} has no fields")
     try:
         part[last] = yaml.safe_load(text)
+        twice = _given_twice(yaml.compose(text))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"--set {change!r}: {text!r} is not YAML") from error
+    if twice is not None:
+        raise UserError(f"--set {change!r}: {twice[0]}: given twice")
+
+
+def _given_twice(root: yaml.Node | None) -> tuple[str, int, int] | None:
+    """The first key that a mapping has twice, with both lines: YAML forbids it, PyYAML takes the last."""
+    waiting, seen = [root], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or id(node) in seen:  # an alias may lead back
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += reversed(node.value)
+        elif isinstance(node, yaml.MappingNode):
+            lines: dict[tuple[str, str], int] = {}
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                identity, line = (key.tag, key.value), key.start_mark.line + 1
+                if identity in lines:
+                    return key.value, line, lines[identity]
+                lines[identity] = line
+            waiting += [item for _, item in reversed(node.value)]
+    return None
 
 
 def _line_of(node: yaml.Node | None, location: Sequence[int | str]) -> int | None:
