@@ -156,6 +156,7 @@ def test_plain_text_is_read_from_its_end(tokenizer, tmp_path):
         (['{"text": "\\ud800 w5"}'], "line 1: the tokenizer refuses it"),
         (['{"text": "w5 w6"}', '{"messages": [{"role": "user", "content": "w7 w8"}]}'], "some lines have 'text'"),
         (['{"text": "w5 w6"}'], "--rows 2, the file gives 1"),
+        (['{"text": "w5 w6"}', '{"text": "w5", "messages": []}'], "line 2: has both 'text' and 'messages'"),
     ],
 )
 def test_malformed_lines_name_their_number(tokenizer, tmp_path, lines, message):
@@ -163,6 +164,38 @@ def test_malformed_lines_name_their_number(tokenizer, tmp_path, lines, message):
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(UserError, match=message):
         read_rows(tokenizer, path, rows=2, context=8)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".JSONL", ".Jsonl"])
+def test_lines_are_known_by_their_suffix_however_it_is_written(tokenizer, tmp_path, suffix):
+    path = tmp_path / f"rows{suffix}"
+    path.write_text('{"text": "w5 w6 w7"}\n')
+    rows = read_rows(tokenizer, path, rows=1, context=8)
+    assert (rows.record.kind, rows.sequences[0].tolist()) == ("jsonl", [5, 6, 7])
+
+
+@pytest.mark.parametrize("suffix", [".json", ".JSON"])
+def test_json_is_neither_text_nor_lines(tokenizer, tmp_path, suffix):
+    path = tmp_path / f"rows{suffix}"
+    path.write_text(json.dumps([{"text": " ".join(["w5"] * 200)}]))
+    with pytest.raises(UserError, match=r"rows\.(json|JSON): one JSON document") as error:
+        read_rows(tokenizer, path, rows=1, context=8)
+    assert ".jsonl" in (error.value.hint or "")
+
+
+def test_too_little_text_says_how_much_is_missing(tokenizer, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("w5 " * 30)
+    with pytest.raises(UserError, match="2 rows of 20 need 40 tokens, the text has 30") as error:
+        read_rows(tokenizer, path, rows=2, context=20)
+    assert error.value.hint == "at most --rows 1, or a longer text"
+    with pytest.raises(UserError, match="1 rows of 40 need 40 tokens, the text has 30") as error:
+        read_rows(tokenizer, path, rows=1, context=40)
+    assert error.value.hint == "the text is 10 tokens too short for one row: a longer text, or at most --context 30"
+    path.write_text("w5")
+    with pytest.raises(UserError, match="the text has 1") as error:
+        read_rows(tokenizer, path, rows=1, context=4)
+    assert error.value.hint == "the text is 3 tokens too short for one row: a longer text"
 
 
 def test_one_short_row_does_not_make_everything_overlap(tokenizer, tmp_path):

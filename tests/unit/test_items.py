@@ -128,6 +128,17 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         assert "ORG/NAME:PATH.jsonl" in str(caught.value.hint)
 
 
+def test_one_json_document_is_no_file_of_lines(tmp_path: Path) -> None:
+    item = {"id": "c", "kind": "generate", "prompt": "1+1=", "answer": "2", "extractor": "last_number"}
+    for name in ("t.json", "t.JSON"):
+        (tmp_path / name).write_text(json.dumps(item) + "\n")
+        with pytest.raises(UserError, match="one JSON document") as error:
+            open_items(str(tmp_path / name))
+        assert ".jsonl" in (error.value.hint or "")
+    (tmp_path / "t.JSONL").write_text(json.dumps(item) + "\n")
+    assert open_items(str(tmp_path / "t.JSONL")).items[0].id == "c"
+
+
 def test_a_file_of_a_hub_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

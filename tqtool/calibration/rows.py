@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tqtool.errors import UserError
-from tqtool.evals.text import encode, opening_token
+from tqtool.evals.text import encode, opening_token, require_no_document
 from tqtool.formats.hessians import TextRecord
 
 Kind = Literal["text", "jsonl", "chat"]
@@ -44,7 +44,7 @@ def read_rows(tokenizer: Any, path: Path, *, rows: int, context: int) -> Calibra
     """``rows`` sequences of up to ``context`` tokens.
 
     ``.jsonl`` files hold one object a line, with ``text`` or with ``messages`` (the chat template is applied): a
-    sequence a line, cut at ``context``. Anything else is plain text: full windows from its end.
+    sequence a line, cut at ``context``. ``.json`` is refused. Anything else is plain text: full windows from its end.
 
     Raises:
         UserError: impossible sizes, a file that cannot be read, a malformed line (with its number), too little text.
@@ -55,7 +55,8 @@ def read_rows(tokenizer: Any, path: Path, *, rows: int, context: int) -> Calibra
         data = path.read_bytes()
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    if path.suffix == ".jsonl":
+    require_no_document(path)
+    if path.suffix.lower() == ".jsonl":
         kind, first_byte, sequences = _from_lines(tokenizer, path, data, rows, context)
     else:
         kind, (first_byte, sequences) = "text", _from_end(tokenizer, path, data, rows, context)
@@ -107,13 +108,22 @@ def _from_end(tokenizer: Any, path: Path, data: bytes, rows: int, context: int) 
         if begin == 0:
             raise UserError(
                 f"{path}: {rows} rows of {context} need {needed} tokens, the text has {len(ids)}",
-                hint=f"at most --rows {len(ids) // fresh}, or a longer text",
+                hint=_what_fits(len(ids), fresh, context),
             )
         length *= 2
     tokens = np.array(ids[-needed:], np.uint32).reshape(rows, fresh)
     if bos is not None:
         tokens = np.insert(tokens, 0, np.uint32(bos), axis=1)
     return begin, list(tokens)
+
+
+def _what_fits(found: int, fresh: int, context: int) -> str:
+    """A way out where ``found`` tokens are too few; a row takes ``fresh`` of them."""
+    if found >= fresh:
+        return f"at most --rows {found // fresh}, or a longer text"
+    longest = found + context - fresh
+    shorter = f", or at most --context {longest}" if longest >= MIN_TOKENS else ""
+    return f"the text is {fresh - found} tokens too short for one row: a longer text{shorter}"
 
 
 def _line_start(data: bytes, at: int) -> int:
@@ -148,6 +158,8 @@ def _line_tokens(tokenizer: Any, where: str, line: bytes) -> tuple[Kind, Sequenc
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON ({error})") from error
+    if isinstance(value, dict) and "text" in value and "messages" in value:
+        raise UserError(f"{where}: has both 'text' and 'messages'", hint="one of them a line, and one kind a file")
     if isinstance(value, dict) and isinstance(value.get("text"), str):
         try:
             return "jsonl", list(tokenizer.encode(value["text"], verbose=False))

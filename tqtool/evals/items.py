@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from tqtool.errors import SourceError, UserError
 from tqtool.evals.extract import Extractor, read_number
+from tqtool.evals.text import require_no_document
 from tqtool.source.hub import is_hub_id
 
 Kind = Literal["choice", "generate"]
@@ -102,6 +103,7 @@ def open_items(source: str) -> ItemFile:
     repo, colon, inside = source.partition(":")
     if not path.exists() and colon and is_hub_id(repo):
         path = _from_hub(repo, inside)
+    require_no_document(path)
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -252,7 +254,7 @@ def _parse_object(line: str) -> dict[str, Any]:
 
 
 def _from_hub(repo: str, inside: str) -> Path:
-    if not inside.endswith(".jsonl"):
+    if not inside.lower().endswith(".jsonl"):
         raise UserError(
             f"{repo}:{inside}: expected the path of a .jsonl file in the data set",
             hint="other forms (parquet, loading scripts, other schemas) are not read: convert them to the schema",

@@ -74,6 +74,15 @@ def check_source(path: Path, *, windows: int, context: int) -> tuple[bytes, str]
         raise UserError(f"{path}: expected a UTF-8 text file ({error})") from error
 
 
+def require_no_document(path: Path) -> None:
+    """Raise UserError for ``.json``: one document is neither text nor an object a line, whatever is inside."""
+    if path.suffix.lower() == ".json":
+        raise UserError(
+            f"{path}: one JSON document is neither text nor JSON lines",
+            hint="write one object a line, and call the file .jsonl",
+        )
+
+
 def opening_token(tokenizer: Any) -> int | None:
     """The token that the tokenizer puts before a text by itself."""
     plain, opened = encode(tokenizer, "a"), encode(tokenizer, "a", add_special_tokens=True)
