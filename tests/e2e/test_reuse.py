@@ -195,3 +195,31 @@ def test_a_run_that_is_killed_goes_on_from_its_journal(work, tmp_path, capsys, m
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
     wrong = run(capsys, monkeypatch, *again[:2], tmp_path / "third", *options, "--journal", tmp_path / "copy")
     assert (wrong.code, "damaged" in wrong.err) == (4, True), wrong.err
+
+
+@pytest.mark.parametrize("verb", ["convert", "trellis"])
+def test_a_place_for_the_journal_is_checked_while_planning(work, tmp_path, capsys, monkeypatch, verb):
+    (tmp_path / "file").write_text("mine")
+    options = ("--bits", "4") if verb == "convert" else ("-k", "2")
+    for place, code, message in (
+        (tmp_path / "file", 2, f"--journal {tmp_path / 'file'}: is a file"),
+        (tmp_path / "file" / "inside", 4, "cannot be written"),
+    ):
+        answer = run(
+            *(capsys, monkeypatch, verb, work / "source", tmp_path / "out", *options),
+            *("--journal", place, "--dry-run"),
+        )
+        assert (answer.code, message in answer.err) == (code, True), answer.err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_what_cannot_be_reused_is_refused_while_planning_by_the_options_name(work, tmp_path, capsys, monkeypatch):
+    for folder, code, message in (
+        (work / "source", 4, f"--reuse {work / 'source'}: has no tqtool/manifest.json"),
+        (tmp_path / "gone", 2, f"--reuse {tmp_path / 'gone'}: no such folder"),
+    ):
+        answer = run(
+            *(capsys, monkeypatch, "trellis", work / "source", tmp_path / "out", "-k", "2"),
+            *("--reuse", folder, "--dry-run"),
+        )
+        assert (answer.code, message in answer.err, "verify" in answer.err) == (code, True, False), answer.err

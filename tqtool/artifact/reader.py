@@ -58,6 +58,7 @@ def open_artifact(path: Path) -> Artifact:
     Raises:
         ArtifactError: no such folder, no manifest, a file that cannot be parsed, or a tensor in two shards.
     """
+    manifest = read_manifest(path)  # first: a folder without one is no artifact, whatever else is wrong with it
     shards = read_shards(path)
     tensors: dict[str, TensorRef] = {}
     for header in shards.values():
@@ -65,7 +66,7 @@ def open_artifact(path: Path) -> Artifact:
             if name in tensors:
                 raise ArtifactError(f"{name}: is in {tensors[name].path.name} and in {ref.path.name}")
             tensors[name] = ref
-    return Artifact(path=path, config=read_config(path), manifest=read_manifest(path), shards=shards, tensors=tensors)
+    return Artifact(path=path, config=read_config(path), manifest=manifest, shards=shards, tensors=tensors)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -80,7 +81,7 @@ def read_manifest(path: Path) -> Manifest:
     if not is_there:
         raise ArtifactError(
             f"{path}: has no {MANIFEST_NAME}, so there is nothing to hold it against",
-            hint="verify needs an artifact written by tqtool, copied with its tqtool/ folder",
+            hint="expected an artifact written by tqtool, copied with its tqtool/ folder",
         )
     return parse(_file_bytes(file), str(file))
 

@@ -21,6 +21,7 @@ from tqtool.pipeline.execute import Check, Progress, execute
 from tqtool.pipeline.plan import JobPlan, Work, row_of, totals_of
 from tqtool.pipeline.preflight import memory_note, require_disk
 from tqtool.pipeline.provenance import transform_records
+from tqtool.pipeline.reuse import check_shelf
 from tqtool.solve.quantizer import ConfigEntry, Quantizer
 from tqtool.source.checkpoint import Checkpoint
 from tqtool.source.checks import check_finite, require_json
@@ -159,6 +160,7 @@ def plan_job(
     refuse_unservable(checkpoint.path, checkpoint.config)
     _require_separate(checkpoint.path, out)
     check_target(out, overwrite=extras.overwrite)
+    check_shelf(extras.reuse, extras.journal)
     works = tuple(_work(output, choose(output)) for output in transform.outputs)
     entries = module_entries(works)
     stop_tokens = read_stop_tokens(checkpoint.config, checkpoint.files)

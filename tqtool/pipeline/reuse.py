@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tqtool.artifact.output import whole_file
+from tqtool.artifact.output import check_writable, whole_file
 from tqtool.artifact.reader import Artifact, open_artifact
-from tqtool.errors import ArtifactError, SourceError
+from tqtool.errors import ArtifactError, SourceError, TqError, UserError
 from tqtool.formats.manifest import TensorRecord
 from tqtool.formats.safetensors import build_header, read_header
 from tqtool.pipeline.plan import Work
@@ -58,16 +58,39 @@ def _gain(op: Any, sha256_of: Callable[[str], str]) -> dict[str, str]:
     return {"gain": sha256_of(op.gain)} if isinstance(op, ScaleInput) else {}
 
 
+def check_shelf(folders: Sequence[Path], journal: Path | None) -> None:
+    """Refuse, before any work, what a ``Shelf`` could not be made of.
+
+    Raises:
+        UserError: no such folder; a journal that is a file.
+        ArtifactError: a folder is damaged or no artifact of tqtool; a journal that cannot be written.
+    """
+    for folder in folders:
+        _open(folder)
+    if journal is None:
+        return
+    if journal.exists() and not journal.is_dir():
+        raise UserError(f"--journal {journal}: is a file", hint="name a folder; it is made if it is not there")
+    check_writable(journal / "tensor")
+
+
+def _open(folder: Path) -> Artifact:
+    try:
+        return open_artifact(folder)
+    except TqError as error:
+        raise type(error)(f"--reuse {error.message}", hint=error.hint) from error
+
+
 class Shelf:
     """Tensors of finished artifacts, and of the journal of an interrupted run, by key."""
 
     def __init__(self, folders: Sequence[Path], journal: Path | None = None) -> None:
-        """Open ``folders``; ArtifactError if one is damaged or no artifact of tqtool."""
+        """Open ``folders``; UserError or ArtifactError as ``check_shelf``."""
         self._places: dict[str, tuple[Artifact, TensorRecord]] = {}
         self._journal = None if journal is None else Journal(journal)
         self.taken = 0
         for folder in folders:
-            artifact = open_artifact(folder)
+            artifact = _open(folder)
             for record in artifact.manifest.tensors:
                 if record.key is not None:
                     self._places.setdefault(record.key, (artifact, record))
