@@ -15,8 +15,8 @@ from tqtool.cli.app import build_app
 
 TARGET = Path(__file__).parent / "cli.md"
 EXIT_CODES = (
-    "Exit codes: 0 done · 1 a bug · 2 the request · 3 numbers · 4 an artifact · 5 a backend · 130 interrupted. "
-    "`--traceback` anywhere shows the Python traceback."
+    "Exit codes: 0 done · 1 a bug · 2 the request · 3 numbers · 4 an artifact · 5 a backend · "
+    "130 interrupted (SIGINT) · 143 terminated (SIGTERM). `--traceback` anywhere shows the Python traceback."
 )
 
 

@@ -228,3 +228,9 @@ def test_a_rotated_tied_model_is_rated_over_its_source(
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"| {rate:.3f} (codes alone" in card
     assert f"affine {rate:.2f} bits" in card
+
+
+def test_the_page_of_the_command_line_lists_the_codes_of_signals() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    for number, name in ((signal.SIGINT, "interrupted (SIGINT)"), (signal.SIGTERM, "terminated (SIGTERM)")):
+        assert f"{128 + number} {name}" in page
