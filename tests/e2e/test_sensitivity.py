@@ -245,6 +245,9 @@ def test_kmap_is_measured_written_and_read(coded, measured, tmp_path, capsys, mo
     body = json.loads(kmap.read_text())
     assert body["k"] == report["k"]
     assert body["report"]["measured_kl"] == report["measured_kl"]
+    assert report["uniform_bits"] == 2
+    assert abs(report["uniform_kl"] - written_kl(coded.coded[2], coded)) <= ROUNDING
+    assert (report["measured_kl"] < report["uniform_kl"]) == ("no better than all" not in answer.err)
     reuse = [part for folder in coded.coded.values() for part in ("--reuse", folder)]
     options = ["--warmup", "16", "--check", "none", "-k", "2", *reuse]
     for name, choice in (("map", ["--k-map", kmap]), ("budget", ["--k-map", sens, "--k-budget", "2.9"])):
@@ -257,6 +260,23 @@ def test_kmap_is_measured_written_and_read(coded, measured, tmp_path, capsys, mo
         capsys, monkeypatch, *arguments[:-3], "--teacher", coded.dump, "--force", "--artifact", tmp_path / "map"
     )
     assert (wrong.code, "codes all that differs at one rate" in wrong.err) == (2, True)
+
+
+def test_a_mix_is_measured_on_the_artifacts_of_the_measurement(coded, measured, tmp_path, capsys, monkeypatch):
+    two, three, four = (("--artifact", coded.coded[k]) for k in (2, 3, 4))
+    other = write_trellis(coded.source, tmp_path / "other", k=1)
+    dump = ("--teacher", coded.dump)
+    for options, message in (
+        ((*two, *three, *dump), "the 4-bit candidate is missing"),
+        ((*two, *three, *four, "--artifact", other, *dump), "not one of the artifacts that were measured"),
+        ((*two, *three, *four), "--artifact and --teacher belong together"),
+        (dump, "--artifact and --teacher belong together"),
+        (("--windows", "1"), "--windows without --teacher"),
+        (("--budget", "1.5"), "--budget 1.5: leaves 1.5"),
+    ):
+        answer = run(capsys, monkeypatch, "kmap", measured[0], tmp_path / "map", "--budget", "2.5", *options)
+        assert (answer.code, message in answer.err) == (2, True), answer.err
+        assert not (tmp_path / "map").exists()
 
 
 def test_a_budget_needs_a_measurement(coded, measured, tmp_path, capsys, monkeypatch):

@@ -12,7 +12,8 @@ from tqtool.cli.sensitivity import ReferenceMode
 HELP = """Spend a budget of bits where the measurement says they help most; write a k-map for trellis --k-map.
 
 SENS is a file of tqtool sensitivity, OptiQ's sensitivity.json or EXL3's measurement.json. Single swaps do not add up:
-with --artifact and --teacher the mix is assembled in memory and measured, and stands beside the prediction.
+with --artifact and --teacher the mix is assembled in memory and measured, and stands beside the prediction and beside
+the best candidate within the budget.
 """
 
 
@@ -65,17 +66,18 @@ def kmap(
         note(f"note: {line}")
     report = {"budget": budget, "reference": sensitivity.reference, **mix.to_json()}
     if teacher is not None:
-        from tqtool.evals.candidates import open_candidates
-        from tqtool.evals.mix import measure_mix, require_measured
+        from tqtool.evals.mix import open_measured, score_mix
         from tqtool.formats.teacher import open_dump
 
         dump = open_dump(teacher)
-        candidates = open_candidates(artifacts or (), include_head=True)
-        require_measured(candidates, sensitivity)
-        with progress("kl", windows or dump.info.windows, quiet=as_json) as advance:
-            measured = measure_mix(candidates, mix.bits, dump, lambda done: advance(done, "windows"), windows=windows)
-        kl = measured.kl
-        report |= {"measured_kl": kl.mean, "measured_kl_standard_error": kl.se, "measured_windows": measured.windows}
+        candidates = open_measured(artifacts or (), sensitivity)
+        with progress("kl", 2 * (windows or dump.info.windows), quiet=as_json) as advance:
+            score = score_mix(
+                candidates, mix.bits, budget, dump, lambda done: advance(done, "windows"), windows=windows
+            )
+        report |= score.to_json()
+        if not score.is_worth_it:
+            note(f"note: the mix is no better than all modules at {score.uniform_bits} bits")
     with whole_file(out) as (file, _):
         file.write(encode_kmap(mix.bits, report))
     if as_json:
