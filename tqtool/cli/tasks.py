@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -12,6 +13,7 @@ from tqtool.cli.eval import AS_JSON, COMPUTE, MODEL, Compute, load_for_scoring
 from tqtool.cli.render import emit_json, emit_line, emit_table, note, progress
 
 if TYPE_CHECKING:
+    from tqtool.evals.prompts import Format
     from tqtool.evals.task_result import Comparison
     from tqtool.evals.tasks import TaskReport
 
@@ -26,7 +28,11 @@ class FormatChoice(StrEnum):
 
 def tasks(
     model: str = MODEL,
-    items: str = typer.Option(..., "--items", help="JSON lines, or ORG/NAME:PATH.jsonl of a hub data set."),
+    items: str | None = typer.Option(None, "--items", help="JSON lines, or ORG/NAME:PATH.jsonl of a hub data set."),
+    harness: str | None = typer.Option(
+        None, "--lm-eval", metavar="TASK[,TASK]", help="Tasks of lm-evaluation-harness instead (extra lm-eval)."
+    ),
+    include: Path | None = typer.Option(None, "--include", help="Folder with task files of your own (--lm-eval)."),
     format_: FormatChoice = typer.Option(FormatChoice.BOTH, "--format", help="Chat template, plain text, or both."),
     limit: int | None = typer.Option(None, "--limit", help="Only the first N items."),
     max_tokens: int = typer.Option(256, "--max-tokens", "-m", help="Upper limit of new tokens of an answer."),
@@ -53,6 +59,11 @@ def tasks(
     from tqtool.evals.tasks import FORMATS, plan_settings, run_tasks
 
     chosen = FORMATS if format_ is FormatChoice.BOTH else tuple(name for name in FORMATS if name == format_.value)
+    _require_one_kind(items, harness, include, against)
+    if harness is not None:
+        _harness(model, harness, chosen, limit, include, _Target(out=out, force=force), compute, as_json=as_json)
+        return
+    assert items is not None, "one of the two is given"
     if out is not None:
         check_target(out, replace=force)
     file = open_items(items).first(limit)
@@ -73,6 +84,83 @@ def tasks(
     if comparison is not None:
         emit_line()
         _emit_comparison(comparison)
+
+
+def _require_one_kind(items: str | None, harness: str | None, include: Path | None, against: Path | None) -> None:
+    from tqtool.errors import UserError
+
+    if (items is None) == (harness is None) or (include is not None and harness is None):
+        raise UserError("expected either --items FILE, or --lm-eval TASK with its --include")
+    if harness is not None and against is not None:
+        raise UserError("--against pairs results of --items; those of --lm-eval are not kept by item")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """Where a report goes, and whether it may replace a file."""
+
+    out: Path | None
+    force: bool
+
+
+def _harness(
+    model: str,
+    names: str,
+    formats: tuple[Format, ...],
+    limit: int | None,
+    include: Path | None,
+    target: _Target,
+    compute: Compute,
+    *,
+    as_json: bool,
+) -> None:
+    """``--lm-eval``."""
+    import itertools
+    import json
+    from dataclasses import asdict
+
+    from tqtool.artifact.output import whole_file
+    from tqtool.errors import UserError
+    from tqtool.evals.lm_eval_bridge import require_harness, run_harness
+    from tqtool.evals.task_result import check_target
+
+    tasks = [name.strip() for name in names.split(",") if name.strip()]
+    if not tasks or (limit is not None and limit < 1):
+        raise UserError(f"--lm-eval {names!r} --limit {limit}: expected names of tasks, and a limit of at least 1")
+    require_harness()
+    if target.out is not None:
+        check_target(target.out, replace=target.force)
+    loaded = load_for_scoring(model, compute)
+    done = itertools.count(1)
+
+    def tick(_: int) -> None:  # how many requests there will be is the harness's secret
+        if (count := next(done)) % 100 == 0:
+            note(f"lm-eval: {count} requests")
+
+    report = run_harness(loaded, tasks, formats, tick, limit=limit, include=include)
+    body = {"format": "tqtool-lm-eval", "format_version": 1, **asdict(report)}
+    if target.out is not None:
+        with whole_file(target.out) as (file, _):
+            file.write(json.dumps(body, indent=1, ensure_ascii=False).encode() + b"\n")
+    if as_json:
+        emit_json(body)
+        return
+    rows = [
+        (task, format_, name, f"{value:.4f}", _error_of(values, name))
+        for format_, found in report.results.items()
+        for task, values in found.items()
+        for name, value in values.items()
+        if isinstance(value, int | float) and "_stderr," not in name and name != "sample_len"
+    ]
+    emit_table(("task", "format", "metric,filter", "value", "± se"), rows)
+    if report.truncated:
+        emit_line(f"{report.truncated} requests were cut on the left to the model's positions")
+
+
+def _error_of(values: dict[str, Any], name: str) -> str:
+    metric, _, filter_ = name.partition(",")
+    error = values.get(f"{metric}_stderr,{filter_}")
+    return f"{error:.4f}" if isinstance(error, int | float) else ""
 
 
 def mcnemar(

@@ -42,8 +42,9 @@ class GenerateOutcome:
 
 def answer(model: LoadedModel, prompt: GeneratePrompt, cache: PrefixCache, *, max_tokens: int) -> GenerateOutcome:
     """Answer ``prompt`` greedily; NumericalError for logits that are not finite."""
-    text, tokens, finish = _generate(model, prompt, cache, max_tokens)
     item = prompt.item
+    where = f"item {item.id!r}, {prompt.format}"
+    text, tokens, finish = complete(model, prompt.tokens, item.stop, cache, max_tokens=max_tokens, where=where)
     extracted = item.extractor.find(text)
     return GenerateOutcome(
         id=item.id,
@@ -61,26 +62,37 @@ def answer(model: LoadedModel, prompt: GeneratePrompt, cache: PrefixCache, *, ma
     )
 
 
-def _generate(
-    model: LoadedModel, prompt: GeneratePrompt, cache: PrefixCache, max_tokens: int
+def complete(
+    model: LoadedModel,
+    prompt: tuple[int, ...],
+    stops: tuple[str, ...],
+    cache: PrefixCache,
+    *,
+    max_tokens: int,
+    where: str,
 ) -> tuple[str, int, Finish]:
+    """Continue ``prompt`` greedily: the text before a stop, its number of tokens, what ended it.
+
+    Raises:
+        NumericalError: logits that are not finite; the message begins with ``where``.
+    """
     from mlx_lm.generate import stream_generate
 
-    cache.advance(prompt.tokens[:-1])
+    cache.advance(prompt[:-1])
     stream = stream_generate(
         model.model,
         model.tokenizer,
-        [prompt.tokens[-1]],
+        [prompt[-1]],
         max_tokens=max_tokens,
         prompt_cache=cache.copies(1),
     )
     text = ""
     for count, response in enumerate(stream, start=1):
         if not math.isfinite(response.logprobs[response.token].item()):
-            raise NumericalError(f"item {prompt.item.id!r}, {prompt.format}: the model's logits are not finite")
+            raise NumericalError(f"{where}: the model's logits are not finite")
         text += response.text
         ended = response.finish_reason == "stop"
-        cut = first_stop(text, prompt.item.stop)
+        cut = first_stop(text, stops)
         if cut is not None:
             return text[:cut], count - ended, "stop"
         if ended:
