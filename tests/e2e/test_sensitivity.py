@@ -339,3 +339,41 @@ def test_targets_that_cannot_be_kept(packed, coded, measured, tmp_path, capsys, 
     ):
         answer = run(capsys, monkeypatch, "convert", packed.source, tmp_path / "out", *options)
         assert (answer.code, message in answer.err) == (2, True), answer.err
+
+
+def test_a_recipe_spends_a_budget(packed, coded, measured, tmp_path, capsys, monkeypatch):
+    sens = packed.source.parent / "sens.json"
+    if not sens.exists():
+        measure(packed, sens)
+    for setup, path, lines, key in (
+        (coded, measured[0], "verb: trellis, k: 2, warmup: 16, k_budget: 2.9", "k_map"),
+        (packed, sens, "verb: convert, target_bpw: 4.5", "allocation"),
+    ):
+        recipe, out = tmp_path / f"{key}.yaml", tmp_path / key
+        rotation = "rotation: {seed: 42}\n" if setup is coded else ""
+        recipe.write_text(f"name: x\nsource: {setup.source}\n{rotation}quantize: {{{lines}, sensitivity: {path}}}\n")
+        answer = run(capsys, monkeypatch, "run", recipe, out, "--json")
+        assert answer.code == 0, answer.err
+        assert read_manifest(out / "artifact").request[key]
+        assert (out / "artifact" / "tqtool" / "sensitivity.json").read_bytes() == path.read_bytes()
+        inside = (out / "artifact" / "tqtool" / "recipe.yaml").read_text()
+        assert "sensitivity: sens.json" in inside
+        assert str(tmp_path) not in inside
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("verb: trellis, k_budget: 3", "belong together"),
+        ("verb: trellis, k_budget: 3, sensitivity: s.json, k_map: {'*': 2}", "decided already"),
+        ("verb: convert, sensitivity: s.json", "belong together"),
+        ("verb: convert, sensitivity: s.json, target_bpw: 0", "greater than 0"),
+        ("verb: convert, sensitivity: s.json, target_bpw: 4.5", "s.json: cannot be read"),
+    ],
+)
+def test_recipes_that_cannot_spend(coded, tmp_path, capsys, monkeypatch, lines, message):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"name: x\nsource: {coded.source}\nquantize: {{{lines}}}\n")
+    answer = run(capsys, monkeypatch, "run", recipe, tmp_path / "out")
+    assert (answer.code, message in answer.err) == (2, True), answer.err
+    assert not (tmp_path / "out").exists()

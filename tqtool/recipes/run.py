@@ -28,7 +28,9 @@ from tqtool.evals.kl import score_kl
 from tqtool.evals.teacher import TeacherRequest, dump_teacher, model_hash
 from tqtool.evals.text import read_windows
 from tqtool.formats.hessians import INFO_NAME, open_calibration
+from tqtool.formats.json_file import read_file
 from tqtool.formats.manifest import MANIFEST_NAME, Totals
+from tqtool.formats.sensitivity_file import read_sensitivity
 from tqtool.formats.teacher import open_dump
 from tqtool.mathx.codes import parse_code
 from tqtool.pipeline.calibrated import SINK_WEIGHT
@@ -44,6 +46,7 @@ from tqtool.source.checkpoint import open_checkpoint
 
 RECIPE_NAME = "recipe.yaml"
 INSIDE_NAMES = ("tqtool/recipe.yaml", "tqtool/recipe.json")
+SENSITIVITY_NAME = "tqtool/sensitivity.json"
 
 Advance = Callable[[float, str], None]
 Progress = Callable[[str, float], AbstractContextManager[Advance]]
@@ -182,6 +185,7 @@ def plan_quantization(recipe: Recipe, out: Path, hessians: Path | None, meter: M
         "sink_weight": SINK_WEIGHT if part.sink_weight is None else part.sink_weight,
         "journal": out / "journal",
         "files": _inside(recipe),
+        "sensitivity": None if part.sensitivity is None else read_sensitivity(Path(part.sensitivity)),
     }
     if isinstance(part, ConvertPart):
         return plan_convert(_convert(part, common))
@@ -196,6 +200,7 @@ def _convert(part: ConvertPart, common: dict[str, Any]) -> ConvertRequest:
         packing=packing,
         rules=tuple(parse_rule(text, packing) for text in part.rules),
         dtype=None if part.dtype is None else parse_dtype(part.dtype, "dtype"),
+        target_bpw=part.target_bpw,
         **common,
     )
 
@@ -216,21 +221,26 @@ def _trellis(part: TrellisPart, common: dict[str, Any]) -> TrellisRequest:
         other=other,
         rules=tuple(parse_rule(text, other or OTHER) for text in part.rules),
         k_map=part.k_map,
+        k_budget=part.k_budget,
         **common,
     )
 
 
 def _inside(recipe: Recipe) -> dict[str, bytes]:
-    """The recipe as the artifact carries it: names instead of this machine's paths."""
+    """The recipe as the artifact carries it: names instead of this machine's paths; and the measurement it names."""
     checkpoint = open_checkpoint(recipe.source, revision=recipe.revision)
     changes: dict[str, Any] = {"source": source_name(checkpoint)}
     for section in ("calibration", "evaluation"):
         part = getattr(recipe, section)
         if part is not None:
             changes[section] = part.model_copy(update={"text": Path(part.text).name})
+    measured = recipe.quantize.sensitivity
+    if measured is not None:
+        changes["quantize"] = recipe.quantize.model_copy(update={"sensitivity": Path(measured).name})
     portable = recipe.model_copy(update=changes)
     as_json = json.dumps(portable.model_dump(mode="json"), indent=1, ensure_ascii=False)
-    return dict(zip(INSIDE_NAMES, (dump_recipe(portable), as_json.encode()), strict=True))
+    recipes = dict(zip(INSIDE_NAMES, (dump_recipe(portable), as_json.encode()), strict=True))
+    return recipes if measured is None else {**recipes, SENSITIVITY_NAME: read_file(Path(measured))}
 
 
 def _verified(folder: Path) -> Totals:

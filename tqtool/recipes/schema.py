@@ -17,6 +17,7 @@ from tqtool.pipeline.calibrated import MOST_SINK_WEIGHT
 
 Positive = Annotated[int, Field(ge=1)]
 Weight = Annotated[float, Field(ge=0, le=MOST_SINK_WEIGHT, allow_inf_nan=False)]
+Budget = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class _Part(BaseModel):
@@ -48,6 +49,14 @@ class ConvertPart(_Part):
     dtype: str | None = Field(None, description="bf16, f16 or f32 for dense tensors and scales.")
     method: Literal["rtn", "gptq"] = Field("rtn", description="Round to nearest, or GPTQ under Hessians.")
     sink_weight: Weight | None = Field(None, description="Ordinary rows that an attention sink counts for.")
+    sensitivity: str | None = Field(None, description="File of tqtool sensitivity: bits by module, with target_bpw.")
+    target_bpw: Budget | None = Field(None, description="Bits a weight that all packed modules store at most.")
+
+    @model_validator(mode="after")
+    def _measured(self) -> Self:
+        if (self.sensitivity is None) != (self.target_bpw is None):
+            raise ValueError("sensitivity and target_bpw belong together")
+        return self
 
 
 class TrellisPart(_Part):
@@ -69,6 +78,16 @@ class TrellisPart(_Part):
     rules: list[str] = Field(default_factory=list, description="Take modules from the trellis: GLOB=bits:8,group:32.")
     ldlq: bool = Field(False, description="Code with feedback under Hessians; affine modules by GPTQ.")
     sink_weight: Weight | None = Field(None, description="Ordinary rows that an attention sink counts for.")
+    sensitivity: str | None = Field(None, description="File of tqtool sensitivity: makes the k_map, with k_budget.")
+    k_budget: Budget | None = Field(None, description="Mean bits of the codes over all coded weights, at most.")
+
+    @model_validator(mode="after")
+    def _measured(self) -> Self:
+        if (self.sensitivity is None) != (self.k_budget is None):
+            raise ValueError("sensitivity and k_budget belong together")
+        if self.sensitivity is not None and self.k_map:
+            raise ValueError("a k_map is decided already; leave it or sensitivity out")
+        return self
 
 
 class EvaluationPart(_Part):
