@@ -92,7 +92,13 @@ def peers(work: Path, arguments: argparse.Namespace) -> dict[str, Arm]:
     common = {"bits": 4, "group_size": 64}
     with_head = {**common, "head_bits": 6}
     low_high = {"low_bits": 4, "high_bits": 5, "group_size": 64, "target_bpw": arguments.dynamic_bpw}
-    training = {"learning_rate": arguments.dwq_rate, "passes": arguments.dwq_passes, "valid_rows": 2}
+    training = {
+        "learning_rate": arguments.dwq_rate,
+        "passes": arguments.dwq_passes,
+        "train_rows": arguments.dwq_rows or arguments.rows,
+        "context": arguments.dwq_context or arguments.context,
+        "valid_rows": 2,
+    }
     arms = (
         Arm(name="rtn-4", method="rtn", settings=common),
         Arm(name="rtn-4-head6", method="rtn", settings=with_head),
@@ -120,6 +126,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Setting, list[Arm]]:
         "--dwq-rate", type=float, default=1e-6, help="mlx-lm's default is 1e-6, for 512 steps of 4 rows"
     )
     parser.add_argument("--dwq-passes", type=int, default=1)
+    parser.add_argument("--dwq-rows", type=int, help="rows it trains on at most; all but 2 unless given")
+    parser.add_argument("--dwq-context", type=int, help="tokens of those rows; --context unless given")
     parser.add_argument("--dynamic-bpw", type=float, default=5.0, help="mlx-lm's default is 5.0")
     parser.add_argument("--limit-minutes", type=float, default=30.0, help="a peer is stopped after so long")
     parser.add_argument("--fresh", action="store_true", help="reuse nothing")

@@ -111,15 +111,16 @@ def awq(source: Path, out: Path, rows: np.ndarray, settings: Settings) -> Facts:
 def dwq(source: Path, out: Path, rows: np.ndarray, settings: Settings) -> Facts:
     """``mlx_lm.quant.dwq`` from the quantized model ``student``: its scales and offsets trained towards the source.
 
-    ``passes`` over the rows; of those, the last ``valid_rows`` are held back for its own validation loss.
+    ``passes`` over the first ``train_rows`` rows, the last ``valid_rows`` held back for its own validation loss, all of
+    them cut at ``context`` tokens.
     """
     import mlx.optimizers as optimizers
     from mlx_lm.quant.dwq import dwq_quantize
 
     teacher, _, _, dtype = open_float32(source)
     model, tokenizer, config, _ = open_float32(Path(settings["student"]))
-    samples = [(row.tolist(), 0) for row in rows]
-    train, valid = samples[: -settings["valid_rows"]], samples[-settings["valid_rows"] :]
+    samples = [(row[: settings["context"]].tolist(), 0) for row in rows]
+    train, valid = samples[: -settings["valid_rows"]][: settings["train_rows"]], samples[-settings["valid_rows"] :]
     dwq_quantize(
         model,
         lambda batch, index, split: teacher(batch),
@@ -127,7 +128,7 @@ def dwq(source: Path, out: Path, rows: np.ndarray, settings: Settings) -> Facts:
         train * settings["passes"],
         valid,
         batch_size=1,
-        max_seq_length=rows.shape[1],
+        max_seq_length=settings["context"],
         seed=123,
         dtype=mx.float32,
     )
