@@ -52,7 +52,7 @@ def measured(coded: Setup) -> tuple[Path, Sensitivity]:
 
 def request(setup: Setup, out: Path, **options: Any) -> SensitivityRequest:
     folders = tuple(reversed(setup.coded.values()))
-    return SensitivityRequest(artifacts=folders, teacher=setup.dump, out=out, **options)
+    return SensitivityRequest(artifacts=folders, teacher=options.pop("teacher", setup.dump), out=out, **options)
 
 
 def measure(setup: Setup, out: Path, **options: Any) -> Sensitivity:
@@ -174,6 +174,13 @@ def test_an_edited_log_is_refused(coded, tmp_path, change):
     log_path(out).write_bytes(edited)
     with pytest.raises(ArtifactError, match="damaged"):
         measure(coded, out, resume=True)
+
+
+def test_a_dump_of_another_model_leaves_nothing_behind(coded, tmp_path):
+    other = affine_setup(tmp_path / "other", Tiny(vocab=300), rates=())
+    with pytest.raises(UserError, match="its tokenizer"):
+        measure_sensitivity(plan_sensitivity(request(coded, tmp_path / "sens.json", teacher=other.dump)))
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
 def test_another_run_into_the_same_file_is_refused(coded, tmp_path):

@@ -141,7 +141,7 @@ def measure_sensitivity(job: SensitivityJob, tick: Tick = lambda swaps: None) ->
         result = _document(job, reference, done)
         with whole_file(job.request.out) as (file, _):
             file.write(encode(result))
-        log.unlink()
+        log.unlink(missing_ok=True)
     return result
 
 

@@ -72,7 +72,7 @@ def log_path(out: Path) -> Path:
 
 @contextmanager
 def open_log(path: Path, key: str) -> Iterator[SwapLog]:
-    """The log at ``path``, made if there is none, held against other runs.
+    """The log at ``path``, made if there is none, held against other runs; one without a swap does not stay.
 
     Raises:
         ArtifactError: it is damaged, of another run, in use, or cannot be written.
@@ -84,6 +84,11 @@ def open_log(path: Path, key: str) -> Iterator[SwapLog]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ArtifactError(f"{path}: another run is measuring into it", hint="wait for it") from error
-            yield SwapLog(file, path, key)
+            log = SwapLog(file, path, key)
+            try:
+                yield log
+            finally:
+                if not log.values:  # nothing to resume
+                    path.unlink(missing_ok=True)
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be written ({error.strerror or error})") from error
