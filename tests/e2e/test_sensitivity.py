@@ -310,7 +310,7 @@ def test_the_true_bits_of_all_packed_modules_keep_the_target(packed, tmp_path, c
     out = tmp_path / "out"
     rule = "model.layers.0.self_attn.k_proj=bits:8"
     arguments = ("convert", packed.source, out, "--sensitivity", sens, "--target-bpw", target, "--rule", rule)
-    answer = run(capsys, monkeypatch, *arguments, "--check", "load")
+    answer = run(capsys, monkeypatch, *arguments, "--check", "none")
     assert answer.code == 0, answer.err
     manifest = read_manifest(out)
     rows = [record for record in manifest.tensors if record.module is not None]
@@ -348,6 +348,7 @@ def test_targets_that_cannot_be_kept(packed, coded, measured, tmp_path, capsys, 
         assert (answer.code, message in answer.err) == (2, True), answer.err
 
 
+@pytest.mark.slow
 def test_a_recipe_spends_a_budget(packed, coded, measured, tmp_path, capsys, monkeypatch):
     sens = packed.source.parent / "sens.json"
     if not sens.exists():
