@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.support.command import Answer, run
 from tests.support.conversions import Q4, convert
@@ -64,6 +66,19 @@ def test_arms_are_weighed_and_the_frontier_is_what_nothing_beats(tqtool, models,
     assert arms["q4"]["distance"]["kl_se"] == 0.02
     sizes = [arm["weight_bytes"] for arm in json.loads(answer.out)["arms"]]
     assert sizes == sorted(sizes)
+
+
+def test_the_length_of_a_header_puts_no_arm_on_the_frontier(tqtool, models, tmp_path):
+    longer = shutil.copytree(models["q4"], tmp_path / "longer")
+    file = longer / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors, file, metadata={"format": "mlx", "note": "x" * 100})
+    assert file.stat().st_size > (models["q4"] / "model.safetensors").stat().st_size
+    (longer / "tqtool" / "manifest.json").unlink()
+    worse, better = report(tmp_path / "a.json", models["q4"], 0.5), report(tmp_path / "b.json", longer, 0.4)
+    answer = tqtool(worse, better, "--json")
+    assert answer.code == 0, answer.err
+    assert [arm["name"] for arm in json.loads(answer.out)["arms"] if arm["is_frontier"]] == ["longer"]
 
 
 def test_the_page_needs_nothing_else_and_is_the_same_twice(tqtool, models, tmp_path):

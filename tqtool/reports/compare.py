@@ -25,6 +25,8 @@ from tqtool.reports.tasks import TaskScore, default_name, require_alike, scores_
 
 CONDITIONS = ("teacher", "windows", "context", "tokens", "top", "vocab_size", "teacher_ppl")
 """Fields of a report that must agree; the teacher's own perplexity tells two texts apart."""
+SAME_SIZE = 1.001
+"""Files that differ by less are as small as each other: headers name the same tensors at different lengths."""
 EXPECTED = "a report of `tqtool eval kl --json`, a result of `tqtool eval tasks --out`, or a folder of `tqtool run`"
 
 
@@ -233,13 +235,14 @@ def _source_weights(folder: Path) -> int:
 
 
 def _marked(arms: Sequence[Arm]) -> list[Arm]:
-    """Arms with ``is_frontier`` set where no other has as few bytes and as little KL."""
+    """Arms with ``is_frontier`` set where no other is as small and as near."""
     points = {arm.name: (arm.weight_bytes, arm.distance.kl) for arm in arms if arm.distance is not None}
 
     def leads(arm: Arm) -> bool:
         mine = points.get(arm.name)
         return mine is not None and not any(
-            size <= mine[0] and kl <= mine[1] and (size, kl) != mine for size, kl in points.values()
+            (size <= mine[0] * SAME_SIZE and kl < mine[1]) or (size < mine[0] and kl <= mine[1])
+            for size, kl in points.values()
         )
 
     return [replace(arm, is_frontier=leads(arm)) for arm in arms]
