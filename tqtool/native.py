@@ -180,10 +180,10 @@ def trellis_matvec(
 
 def _arguments(
     words: NDArray[np.uint32], scales: NDArray[np.float16], spec: TrellisSpec
-) -> tuple[NDArray[np.uint32], NDArray[np.float32], NDArray[np.float32], int, int, int, int, str]:
+) -> tuple[NDArray[np.uint32], NDArray[np.float32], NDArray[np.float32], int, int, int, int, int, str]:
     table = _table(spec.code, spec.window)
     flat = np.ascontiguousarray(words.reshape(-1))
-    return flat, scales.astype(np.float32), table, spec.stride, spec.k, spec.window, spec.block, spec.code
+    return flat, scales.astype(np.float32), table, spec.stride, spec.tile, spec.k, spec.window, spec.block, spec.code
 
 
 @lru_cache(maxsize=8)

@@ -27,6 +27,8 @@ const tq::Kernels &kernels(const std::string &force) {
   return tq::kernels_scalar;
 }
 
+size_t whole_tiles(size_t rows, size_t tile) { return tile ? (rows + tile - 1) / tile * tile : rows; }
+
 struct Matrix {
   tq::Packed packed;
   std::vector<float> scales;  // with the unit folded in
@@ -34,9 +36,10 @@ struct Matrix {
 };
 
 // The caller's arrays, checked against the shape that the spec promises.
-Matrix matrix(Array<const uint32_t, 1> words, Array<const float, 1> scales, Array<const float, 1> table, size_t cols, size_t stride, int bits, int window, int block,
+Matrix matrix(Array<const uint32_t, 1> words, Array<const float, 1> scales, Array<const float, 1> table, size_t cols, size_t stride, int tile, int bits, int window, int block,
               const std::string &code) {
-  const size_t rows = scales.shape(0), blocks = (rows * stride + block - 1) / block;
+  if (tile && (tile != 16 || block != tile * tile || stride % tile)) throw std::invalid_argument("tiles are squares of 16 x 16 in whole rows");
+  const size_t rows = scales.shape(0), coded = tile ? (rows + tile - 1) / tile * tile : rows, blocks = (coded * stride + block - 1) / block;
   if (bits < 1 || bits > 4 || window < 2 * bits || window > 16 || block < 32 || block > 1024 || block % 32 || stride < cols)
     throw std::invalid_argument("trellis shape out of range");
   if (words.shape(0) != blocks * block * bits / 32) throw std::invalid_argument("number of words does not fit rows, stride, block and bits");
@@ -44,27 +47,28 @@ Matrix matrix(Array<const uint32_t, 1> words, Array<const float, 1> scales, Arra
   m.unit = code == "mul1" ? TQ_MUL1_INVERSE_UNIT : code == "1mad" ? TQ_1MAD_INVERSE_UNIT : 1.0f;
   if (m.unit == 1.0f && table.shape(0) != (size_t)1 << window) throw std::invalid_argument("a table code needs a table of 2^window values");
   m.scales.assign(scales.data(), scales.data() + rows);
-  m.packed = {words.data(), nullptr, table.data(), rows, cols, stride, bits, window, block, code == "mul1" ? tq::Code::mul1 : code == "1mad" ? tq::Code::one_mad : tq::Code::table};
+  m.packed = {words.data(), nullptr, table.data(), rows, cols, stride, tile, bits, window, block, code == "mul1" ? tq::Code::mul1 : code == "1mad" ? tq::Code::one_mad : tq::Code::table};
   return m;
 }
 
-void expand(Array<const uint32_t, 1> words, Array<const float, 1> scales, Array<const float, 1> table, size_t stride, int bits, int window, int block, const std::string &code,
+void expand(Array<const uint32_t, 1> words, Array<const float, 1> scales, Array<const float, 1> table, size_t stride, int tile, int bits, int window, int block, const std::string &code,
             Array<float, 2> out, int threads, const std::string &force) {
-  Matrix m = matrix(words, scales, table, out.shape(1), stride, bits, window, block, code);
+  Matrix m = matrix(words, scales, table, out.shape(1), stride, tile, bits, window, block, code);
   if (out.shape(0) != scales.shape(0)) throw std::invalid_argument("out has the wrong number of rows");
   m.packed.scales = m.scales.data();
   float *to = out.data();
   const tq::Kernels &run = kernels(force);
   nb::gil_scoped_release release;
-  const size_t grain = 1 + 65536 / m.packed.stride;
+  const size_t grain = whole_tiles(1 + 65536 / m.packed.stride, tile);
   tq::parallel_for(m.packed.rows, grain, threads, [&](size_t begin, size_t end) { run.expand(m.packed, m.unit, begin, end, to); });
 }
 
-void matvec(Array<const uint32_t, 1> words, Array<const float, 1> scales, Array<const float, 1> table, size_t stride, int bits, int window, int block, const std::string &code,
+void matvec(Array<const uint32_t, 1> words, Array<const float, 1> scales, Array<const float, 1> table, size_t stride, int tile, int bits, int window, int block, const std::string &code,
             int axis, Array<const float, 2> x, Array<float, 2> y, int threads, const std::string &force) {
   const size_t cols = axis == 1 ? x.shape(1) : y.shape(1), m_rows = x.shape(0);
-  Matrix m = matrix(words, scales, table, cols, stride, bits, window, block, code);
+  Matrix m = matrix(words, scales, table, cols, stride, tile, bits, window, block, code);
   const size_t rows = m.packed.rows;
+  if (tile && axis != 1) throw std::invalid_argument("tiles are stored [out, in]");
   if (y.shape(0) != m_rows || (axis == 1 ? y.shape(1) : x.shape(1)) != rows) throw std::invalid_argument("shapes of x and y do not fit the matrix");
   for (float &scale : m.scales) scale *= m.unit;
   m.packed.scales = m.scales.data();
@@ -73,7 +77,7 @@ void matvec(Array<const uint32_t, 1> words, Array<const float, 1> scales, Array<
   const tq::Kernels &run = kernels(force);
   nb::gil_scoped_release release;
   if (axis == 1) {
-    const size_t grain = 1 + 131072 / stride;
+    const size_t grain = whole_tiles(1 + 131072 / stride, tile);
     tq::parallel_for(rows, grain, threads, [&](size_t begin, size_t end) { run.reduce(m.packed, begin, end, in, m_rows, out); });
     return;
   }
@@ -90,8 +94,8 @@ void matvec(Array<const uint32_t, 1> words, Array<const float, 1> scales, Array<
 }  // namespace
 
 void bind_decode(nb::module_ &m) {
-  m.def("trellis_expand", &expand, nb::arg("words"), nb::arg("scales"), nb::arg("table"), nb::arg("stride"), nb::arg("bits"), nb::arg("window"), nb::arg("block"), nb::arg("code"),
+  m.def("trellis_expand", &expand, nb::arg("words"), nb::arg("scales"), nb::arg("table"), nb::arg("stride"), nb::arg("tile"), nb::arg("bits"), nb::arg("window"), nb::arg("block"), nb::arg("code"),
         nb::arg("out"), nb::arg("threads"), nb::arg("force"));
-  m.def("trellis_matvec", &matvec, nb::arg("words"), nb::arg("scales"), nb::arg("table"), nb::arg("stride"), nb::arg("bits"), nb::arg("window"), nb::arg("block"), nb::arg("code"),
+  m.def("trellis_matvec", &matvec, nb::arg("words"), nb::arg("scales"), nb::arg("table"), nb::arg("stride"), nb::arg("tile"), nb::arg("bits"), nb::arg("window"), nb::arg("block"), nb::arg("code"),
         nb::arg("axis"), nb::arg("x"), nb::arg("y"), nb::arg("threads"), nb::arg("force"));
 }

@@ -1,7 +1,8 @@
 // Packed trellis matrices on the CPU: expand, and matrix-vector products along either stored axis.
 //
 // The stored matrix is [rows, cols] with row stride `stride` (weights): element (r, c) is number r*stride + c of one stream, coded in blocks of
-// T. All three operations walk blocks in order, decode each into T float levels, and hand runs of one row to a sink.
+// T. All three operations walk blocks in order, decode each into T float levels, and hand runs of one row to a sink. With tile = 16 a block is a
+// square of 16 x 16, row-major; squares follow one another along the columns, and ranges of rows begin and end on squares.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -15,7 +16,7 @@ struct Packed {
   const float *scales;  // [rows], already times the code's inverse unit where the code has integer levels
   const float *table;   // [2^L] values for Code::table, else null
   size_t rows, cols, stride;
-  int bits, window, block;
+  int tile, bits, window, block;
   Code code;
 };
 

@@ -1,6 +1,8 @@
 // The reading copy of the decoder: one weight at a time through kernels/common/trellis_decode.h.
 #include "cpu/decode.h"
 
+#include <cstring>
+
 #include "common/trellis_decode.h"
 
 namespace {

@@ -22,6 +22,8 @@ CASES = [
     {"k": 3, "code": "3inst", "axis": 0, "rows": 3, "cols": 100, "stride": 100},
     {"k": 3, "code": "mul1", "axis": 1, "rows": 2, "cols": 300, "stride": 512},
     {"k": 4, "code": "mul1", "axis": 1, "rows": 2, "cols": 256, "stride": 256, "window": 16},
+    {"k": 3, "code": "mul1", "axis": 1, "rows": 20, "cols": 40, "stride": 48, "tile": 16},
+    {"k": 2, "code": "1mad", "axis": 1, "rows": 16, "cols": 32, "stride": 32, "tile": 16},
 ]
 
 

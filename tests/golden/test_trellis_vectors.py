@@ -19,7 +19,10 @@ def decode(case: dict) -> np.ndarray:
     f32, scales = np.float32, np.array(case["scales"], np.uint16).view(np.float16)
     for r in range(s["rows"]):
         for c in range(s["cols"]):
-            b, t = divmod(r * s["stride"] + c, T)
+            if s["tile"]:
+                b, t = r // 16 * (s["stride"] // 16) + c // 16, r % 16 * 16 + c % 16
+            else:
+                b, t = divmod(r * s["stride"] + c, T)
             w, shift = divmod((T - 1 - t) * k, 32)
             word = case["words"][b * n : (b + 1) * n]
             state = ((word[(w + 1) % n] << 32 | word[w]) >> shift) & ((1 << s["window"]) - 1)
@@ -36,14 +39,18 @@ def decode(case: dict) -> np.ndarray:
     # ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "k{k} {code} axis{axis} L{window}".format(**case["spec"]))
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: "k{k} {code} axis{axis} L{window} tile{tile}".format(**case["spec"])
+)
 def test_a_decoder_written_from_the_page_agrees_to_the_bit(case: dict) -> None:
     expected = np.array(case["values"], np.uint32).reshape(case["spec"]["rows"], case["spec"]["cols"])
     assert np.array_equal(decode(case).view(np.uint32), expected)
 
 
 @pytest.mark.parametrize("force", ["", "scalar"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "k{k} {code} axis{axis} L{window}".format(**case["spec"]))
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: "k{k} {code} axis{axis} L{window} tile{tile}".format(**case["spec"])
+)
 def test_our_decoder_agrees_to_the_bit(case: dict, force: str) -> None:
     from tqtool.formats.trellis import TrellisSpec
     from tqtool.native import trellis_expand

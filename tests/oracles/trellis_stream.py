@@ -16,7 +16,10 @@ def decode(words: NDArray[np.uint32], scales: NDArray[np.float16], spec: dict[st
     out = np.empty((spec["rows"], spec["cols"]), np.float32)
     for row in range(spec["rows"]):
         for col in range(spec["cols"]):
-            number, t = divmod(row * stride + col, block)
+            if spec.get("tile", 0):
+                number, t = row // 16 * (stride // 16) + col // 16, row % 16 * 16 + col % 16
+            else:
+                number, t = divmod(row * stride + col, block)
             ring = int.from_bytes(stream[number * bits // 8 : (number + 1) * bits // 8], "little")
             at = (block - 1 - t) * k
             state = (ring >> at | ring << (bits - at)) & ((1 << window) - 1)

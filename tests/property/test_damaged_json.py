@@ -180,7 +180,7 @@ def trellis(**entry: Any) -> Callable[[dict[str, Any]], None]:
         (lambda c: c.update(trellis=[]), "trellis: expected an object, found list"),
         (lambda c: c["trellis"].update(modules=[]), "trellis modules: expected an object, found list"),
         (lambda c: c["trellis"].pop("modules"), "trellis modules: expected an object, found NoneType"),
-        (lambda c: c["trellis"].update(format_version=True), "trellis format_version: expected 1, found True"),
+        (lambda c: c["trellis"].update(format_version=True), "trellis format_version: expected 1 or 2, found True"),
         (lambda c: c["trellis"]["modules"].update({UP_PROJ: 7}), f"entry of {UP_PROJ}: .*found int"),
         (lambda c: c["trellis"]["modules"].update(x=c["trellis"]["modules"][UP_PROJ]), "trellis names x, which is no"),
         (trellis(window=12.0), "window: expected int, found 12.0"),

@@ -66,7 +66,7 @@ def test_independent_inputs_give_the_plain_trellis(
     weight = np.random.default_rng(outputs * 1000 + inputs).standard_normal((outputs, inputs)).astype(np.float32)
     spec = spec_for((outputs, inputs), k=k, axis=axis, pad_rows=pad_rows)
     trellis = TrellisOptions(k=k, warmup=16)
-    options = LdlqOptions(trellis=trellis, columns=columns, order=order, dampings=(0.0,), headrooms=(1.0,))
+    options = LdlqOptions(trellis=trellis, columns=columns, order=order, dampings=(0.0,), headroom=1.0)
     found = ldlq_encode(NAME, weight, Hessian(matrix=np.eye(inputs), rows=1), spec, options)
     plain = encode_weight(NAME, weight, spec, trellis)
     np.testing.assert_array_equal(found.matrix.words, plain.words)
@@ -82,7 +82,7 @@ def test_the_unit_of_the_inputs_does_not_matter(power: int, axis: int, seed: int
     rows = rng.standard_normal((600, 320)) + rng.standard_normal((600, 1))
     matrix = rows.T @ rows / 600
     spec = spec_for((40, 320), k=3, axis=axis)
-    options = LdlqOptions(trellis=TrellisOptions(k=3, warmup=16), columns=16, headrooms=(1.0,))
+    options = LdlqOptions(trellis=TrellisOptions(k=3, warmup=16), columns=16, headroom=1.0)
     one, two = (
         ldlq_encode(NAME, weight, Hessian(matrix=matrix * factor, rows=600), spec, options)
         for factor in (1, 4.0**power)

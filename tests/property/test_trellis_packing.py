@@ -46,6 +46,26 @@ def test_a_path_that_is_not_closed_is_found(step: int) -> None:
         check_closed(states, 3, 12)
 
 
+def in_rows(values: np.ndarray, spec: TrellisSpec) -> np.ndarray:
+    """The stored matrix, index by index as the page says; independent of ``from_stream``."""
+    row, col = np.indices((spec.rows, spec.cols))
+    if spec.tile:
+        return values[row // 16 * (spec.stride // 16) + col // 16, row % 16 * 16 + col % 16]
+    return values.reshape(-1)[row * spec.stride + col]
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 50), cols=st.integers(1, 70), layout=st.sampled_from(["rows", "padded", "tile"]))
+def test_the_stream_is_the_matrix_in_another_order(rows: int, cols: int, layout: str) -> None:
+    spec = spec_for((rows, cols), k=2, axis=1, pad_rows=layout == "padded", tile=layout == "tile")
+    matrix = np.arange(1, rows * cols + 1).reshape(rows, cols)
+    stream = spec.to_stream(matrix)
+    assert stream.shape == (spec.n_blocks, 256)
+    assert np.array_equal(in_rows(stream, spec), matrix)
+    assert np.count_nonzero(stream) == rows * cols  # padding is zero
+    assert np.array_equal(spec.from_stream(stream), matrix)
+
+
 SHAPES = [(3, 256), (4, 192), (9, 100), (2, 1536), (5, 577), (1, 1), (7, 4864)]
 
 
@@ -56,12 +76,15 @@ SHAPES = [(3, 256), (4, 192), (9, 100), (2, 1536), (5, 577), (1, 1), (7, 4864)]
 def test_expand_and_products_equal_the_table(code: codes.Code, k: int, axis: int, rows: int, cols: int) -> None:
     """Every instruction set, both axes, blocks that end inside rows, one to four vectors at once."""
     rng = np.random.default_rng(rows * 10000 + cols)
-    for stride in {cols, -(-cols // 256) * 256}:
-        spec = TrellisSpec(k=k, code=code, axis=axis, rows=rows, cols=cols, stride=stride)
+    specs = [
+        TrellisSpec(k=k, code=code, axis=axis, rows=rows, cols=cols, stride=s) for s in {cols, -(-cols // 256) * 256}
+    ]
+    if axis == 1:
+        specs.append(spec_for((rows, cols), k=k, code=code, axis=1, tile=True))
+    for spec in specs:
         words = random_words(spec, k)
         scales = (rng.random(rows) * 3 - 1).astype(np.float16)
-        stream = codes.values(code, 12)[unpack(words, k, 12)].reshape(-1)[: rows * stride]
-        dense = stream.reshape(rows, stride)[:, :cols] * scales.astype(np.float32)[:, None]
+        dense = in_rows(codes.values(code, 12)[unpack(words, k, 12)], spec) * scales.astype(np.float32)[:, None]
         weight = dense if axis == 1 else dense.T
         for force in ("", "scalar"):
             assert np.array_equal(trellis_expand(words, scales, spec, force=force), dense)
@@ -75,8 +98,8 @@ def test_expand_and_products_equal_the_table(code: codes.Code, k: int, axis: int
 
 
 def test_products_do_not_depend_on_threads() -> None:
-    for axis in (0, 1):
-        spec = TrellisSpec(k=3, axis=axis, rows=300, cols=640, stride=640)
+    for axis, tile in ((0, 0), (1, 0), (1, 16)):
+        spec = TrellisSpec(k=3, axis=axis, rows=300, cols=640, stride=640, tile=tile)
         words, scales = random_words(spec), np.ones(300, np.float16)
         x = np.random.default_rng(0).standard_normal((2, spec.weight_shape[1])).astype(np.float32)
         one = trellis_matvec(words, scales, spec, x, threads=1)
@@ -103,6 +126,9 @@ def test_real_widths_are_coded_without_waste(shape: tuple[int, int]) -> None:
         ({"block": 128}, "block 128"),
         ({"stride": 255}, "stride=255"),
         ({"rows": 0}, "rows=0"),
+        ({"tile": 8}, "tile 8"),
+        ({"tile": 16, "axis": 0}, "tile 16 with axis 0"),
+        ({"tile": 16, "stride": 272}, "cols rounded up to 16"),
     ],
 )
 def test_specs_refuse_what_the_format_has_not(change: dict, text: str) -> None:
@@ -115,6 +141,10 @@ def test_config_entries_are_read_back_or_refused() -> None:
     assert TrellisSpec.from_config("m", spec.to_config()) == spec
     with pytest.raises(ArtifactError, match=r"entry of m: expected the keys .*found \['k'\]"):
         TrellisSpec.from_config("m", {"k": 3})
+    first = {name: value for name, value in spec.to_config().items() if name != "tile"}  # format version 1
+    assert TrellisSpec.from_config("m", first, 1) == spec
+    with pytest.raises(ArtifactError, match="expected the keys"):
+        TrellisSpec.from_config("m", first, 2)
     with pytest.raises(ArtifactError, match="entry of m: trellis k=9"):
         TrellisSpec.from_config("m", {**spec.to_config(), "k": 9})
 

@@ -21,7 +21,7 @@ STOCK_MODEL = Path(tqtool.runtime.__file__).parent / "stock_model.py"
 
 
 def write_packed(folder: Path, tiny: Tiny, *, k: int = 3, bits: int = 6) -> Path:
-    """Trellis in all linear layers (down_proj on axis 0), the embedding affine, the rest dense.
+    """Trellis in all linear layers (down_proj on axis 0, gate_proj in tiles), the embedding affine, the rest dense.
 
     Returns:
         The artifact; beside it ``<name>-fake`` is its twin with dense float32 weights of the same values.
@@ -37,7 +37,7 @@ def write_packed(folder: Path, tiny: Tiny, *, k: int = 3, bits: int = 6) -> Path
         module = name.removesuffix(".weight")
         weight = tensor.astype(np.float32)
         if name.endswith("_proj.weight"):
-            spec = spec_for(weight.shape, k=k, axis=0 if "down" in name else 1)
+            spec = spec_for(weight.shape, k=k, axis=0 if "down" in name else 1, tile="gate" in name)
             matrix = encode_weight(name, weight, spec, TrellisOptions(k=k, warmup=16))
             packed[name], packed[f"{module}.scales"] = matrix.words, matrix.scales
             modules[module] = spec.to_config()
@@ -57,7 +57,7 @@ def write_packed(folder: Path, tiny: Tiny, *, k: int = 3, bits: int = 6) -> Path
     shutil.copy(STOCK_MODEL, folder / "tqtool_model.py")
     config = tiny.config() | {
         "model_file": "tqtool_model.py",
-        "trellis": {"format_version": 1, "modules": modules},
+        "trellis": {"format_version": 2, "modules": modules},
         "quantization": quantization,
     }
     (folder / "config.json").write_text(json.dumps(config))

@@ -21,6 +21,7 @@ SPECS = [
     TrellisSpec(k=2, rows=300, cols=77, stride=77, axis=0),  # every 256th does, and the words are stored flat
     TrellisSpec(k=4, rows=7, cols=300, stride=512, code="1mad", window=16),  # rows padded to whole blocks
     TrellisSpec(k=1, rows=1, cols=1, stride=1),
+    TrellisSpec(k=3, rows=70, cols=300, stride=304, tile=16),
 ]
 IDS = [f"{spec.rows}x{spec.cols} stride {spec.stride}" for spec in SPECS]
 
@@ -37,7 +38,7 @@ def artifact_of(folder: Path, spec: TrellisSpec, scales: np.ndarray | None = Non
     tensors = {
         i.name: TensorRef(name=i.name, dtype=i.dtype, shape=i.shape, path=path, begin=i.begin, end=i.end) for i in infos
     }
-    config: dict[str, Any] = {"trellis": {"format_version": 1, "modules": {"m": spec.to_config()}}}
+    config: dict[str, Any] = {"trellis": {"format_version": 2, "modules": {"m": spec.to_config()}}}
     manifest: Any = None
     return Artifact(path=folder, config=config, manifest=manifest, shards=shards, tensors=tensors)
 

@@ -103,7 +103,7 @@ def test_a_code_without_formula_uses_the_stored_table():
 
 
 @pytest.mark.parametrize(
-    "change", [{"k": 0}, {"window": 17}, {"block": 24}, {"axis": 2}, {"stride": 200}], ids=lambda change: str(change)
+    "change", [{"k": 0}, {"window": 17}, {"block": 24}, {"axis": 2}, {"stride": 200}, {"tile": 8}], ids=lambda change: str(change)
 )
 def test_impossible_specs_are_refused(change):
     spec = spec_for((4, 256), k=3, axis=1).to_config() | change
@@ -114,8 +114,8 @@ def test_impossible_specs_are_refused(change):
 @pytest.mark.parametrize(
     ("trellis", "message"),
     [
-        ({"format_version": 2, "modules": {}}, "format_version: expected 1, found 2"),
-        ({"modules": {}}, "format_version: expected 1, found None"),
+        ({"format_version": 3, "modules": {}}, "format_version: expected 1 or 2, found 3"),
+        ({"modules": {}}, "format_version: expected 1 or 2, found None"),
         (
             {"format_version": 1, "modules": {"model.norm": spec_for((4, 256), k=3, axis=1).to_config()}},
             "trellis module model.norm: expected a Linear layer, found RMSNorm",

@@ -7,7 +7,6 @@ bit, against an independent decoder in Python. One function per packed format; a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -82,8 +81,7 @@ def _trellis_problems(artifact: Artifact, module: str, spec: trellis.TrellisSpec
         start, part = _rows_around(spec, row)
         first = start * spec.stride // spec.block * spec.words_per_block
         words = artifact.read_flat(f"{module}.weight", first, first + part.n_words)
-        stream = values[trellis.unpack(words.reshape(part.n_blocks, -1), spec.k, spec.window)].reshape(-1)
-        levels = stream[: part.rows * spec.stride].reshape(part.rows, spec.stride)[:, : spec.cols]
+        levels = part.from_stream(values[trellis.unpack(words.reshape(part.n_blocks, -1), spec.k, spec.window)])
         ours = levels * scales[start : start + part.rows, None].astype(np.float32)
         if not np.isfinite(ours).all():
             problems.append(f"{module}: row {row} decodes to values that are not finite")
@@ -100,8 +98,7 @@ def _rows_around(spec: trellis.TrellisSpec, row: int) -> tuple[int, trellis.Trel
 
     Blocks run on across rows when the stride is no multiple of them, so ``row`` alone may begin inside one.
     """
-    quantum = spec.block // math.gcd(spec.stride, spec.block)
-    start = row // quantum * quantum
+    start = row // spec.row_group * spec.row_group
     return start, replace(spec, rows=row + 1 - start)
 
 

@@ -1,12 +1,12 @@
-"""Packed trellis matrices, format v1: the one place in Python that knows where a symbol lies.
+"""Packed trellis matrices, formats v1 and v2: the one place in Python that knows where a symbol lies.
 
 docs/formats/trellis.md is the same for a stranger.
 
 A stored matrix is ``[rows, cols]``: the weight ``[out, in]`` itself (axis 1, coded along the input dimension) or its
-transpose
-``[in, out]`` (axis 0, coded along the output dimension). Element (r, c) is number ``r·stride + c`` of one stream, cut
-into blocks of
-``block`` (T) weights; the last block is padded. A block is a tail-biting path through 2^window states and takes T·k
+transpose ``[in, out]`` (axis 0, coded along the output dimension). Its elements form one stream, cut into blocks of
+``block`` (T) weights. In rows (``tile`` 0) element (r, c) is number ``r·stride + c``; the last block is padded. In
+tiles (``tile`` 16, v2) a block is a square of 16 × 16, row-major, and squares follow one another along the inputs;
+rows and columns are padded to whole squares. A block is a tail-biting path through 2^window states and takes T·k
 bits::
 
     bit        (T-1-t)·k …                          k = 3, T = 256: 96 bytes
@@ -18,8 +18,9 @@ Value served: ``f32(code(state)) · f32(scales[r])``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +28,13 @@ from numpy.typing import NDArray
 from tqtool.errors import ArtifactError, UserError
 from tqtool.mathx.codes import CODES, Code, check_window
 
-FORMAT_VERSION = 1
+Element = TypeVar("Element", bound=np.generic)
+
+FORMAT_VERSION = 2
+VERSIONS = (1, 2)
+"""Version 1 has no ``tile``: all its matrices are in rows."""
 BLOCK = 256
+TILE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +49,9 @@ class TrellisSpec:
         axis: 1 if rows run over outputs and the code along inputs; 0 if transposed.
         rows: rows of the stored matrix, each with one float16 scale.
         cols: weights in a row.
-        stride: distance of two rows in the stream, in weights; ``cols``, or ``cols`` rounded up to whole blocks.
+        stride: distance of two rows in the stream, in weights; ``cols``, or ``cols`` rounded up to whole blocks. In
+            tiles: ``cols`` rounded up to whole tiles.
+        tile: 0 for rows one after another; 16 for squares of 16 × 16 (axis 1 only).
     """
 
     k: int
@@ -54,6 +62,7 @@ class TrellisSpec:
     rows: int
     cols: int
     stride: int
+    tile: int = 0
 
     def __post_init__(self) -> None:
         check_window(self.window)
@@ -69,11 +78,24 @@ class TrellisSpec:
             raise UserError(
                 f"trellis shape rows={self.rows} cols={self.cols} stride={self.stride}: expected 1 ≤ cols ≤ stride"
             )
+        if self.tile not in (0, TILE):
+            raise UserError(f"trellis tile {self.tile}: expected 0 (rows) or {TILE} (squares)")
+        if self.tile and (self.axis != 1 or self.stride != _up(self.cols, TILE)):
+            raise UserError(
+                f"trellis tile {self.tile} with axis {self.axis}, cols {self.cols}, stride {self.stride}: "
+                f"expected axis 1 and cols rounded up to {TILE}"
+            )
+
+    @property
+    def row_group(self) -> int:
+        """Rows after which rows and blocks begin together."""
+        return self.tile or self.block // math.gcd(self.stride, self.block)
 
     @property
     def n_blocks(self) -> int:
-        """Blocks in the stream, the padded last one included."""
-        return -(-self.rows * self.stride // self.block)
+        """Blocks in the stream, padding included."""
+        rows = _up(self.rows, self.tile) if self.tile else self.rows
+        return -(-rows * self.stride // self.block)
 
     @property
     def words_per_block(self) -> int:
@@ -92,7 +114,9 @@ class TrellisSpec:
 
     @property
     def words_shape(self) -> tuple[int, ...]:
-        """Shape of the ``.weight`` tensor: rows of words where they come out whole, else flat."""
+        """Shape of the ``.weight`` tensor: rows of words where they come out whole, else flat; or rows of tiles."""
+        if self.tile:
+            return (-(-self.rows // self.tile), self.stride // self.tile * self.words_per_block)
         if self.stride * self.k % 32 == 0 and self.rows * self.stride % self.block == 0:
             return (self.rows, self.stride * self.k // 32)
         return (self.n_words,)
@@ -106,10 +130,27 @@ class TrellisSpec:
         """Plain values for config.json."""
         return asdict(self)
 
+    def to_stream(self, stored: NDArray[Element]) -> NDArray[Element]:
+        """``[rows, cols]`` in the order of coding, ``[n_blocks, block]``; padding is zero."""
+        padded_rows = -(-self.n_blocks * self.block // self.stride) if self.tile else self.rows
+        padded = np.pad(stored, ((0, padded_rows - self.rows), (0, self.stride - self.cols)))
+        if self.tile:
+            squares = padded.reshape(-1, self.tile, self.stride // self.tile, self.tile).swapaxes(1, 2)
+            return np.ascontiguousarray(squares).reshape(-1, self.block)
+        stream = padded.reshape(-1)
+        return np.pad(stream, (0, -stream.size % self.block)).reshape(-1, self.block)
+
+    def from_stream(self, blocks: NDArray[Element]) -> NDArray[Element]:
+        """The inverse of :meth:`to_stream`; padding is dropped."""
+        if self.tile:
+            squares = blocks.reshape(-1, self.stride // self.tile, self.tile, self.tile).swapaxes(1, 2)
+            return np.ascontiguousarray(squares.reshape(-1, self.stride)[: self.rows, : self.cols])
+        return blocks.reshape(-1)[: self.rows * self.stride].reshape(self.rows, self.stride)[:, : self.cols]
+
     @classmethod
-    def from_config(cls, module: str, value: dict[str, Any]) -> TrellisSpec:
+    def from_config(cls, module: str, value: dict[str, Any], version: int = FORMAT_VERSION) -> TrellisSpec:
         """Read one entry of ``config["trellis"]["modules"]``; ArtifactError if it is not a valid one."""
-        names = {field.name for field in fields(cls)}
+        names = {field.name for field in fields(cls)} - ({"tile"} if version == 1 else set())
         if not isinstance(value, dict) or set(value) != names:
             found = sorted(value) if isinstance(value, dict) else type(value).__name__
             raise ArtifactError(
@@ -135,14 +176,24 @@ def spec_for(
     window: int = 12,
     code: Code = "mul1",
     pad_rows: bool = False,
+    tile: bool = False,
 ) -> TrellisSpec:
     """Spec of a weight ``[out, in]``.
 
-    ``pad_rows`` starts every row on a block of its own; by default blocks run on across rows.
+    ``pad_rows`` starts every row on a block of its own; by default blocks run on across rows. ``tile`` stores squares.
     """
+    if tile:
+        rows, cols = shape
+        return TrellisSpec(
+            k=k, window=window, code=code, axis=axis, rows=rows, cols=cols, stride=_up(cols, TILE), tile=TILE
+        )
     rows, cols = shape if axis == 1 else (shape[1], shape[0])
     stride = -(-cols // BLOCK) * BLOCK if pad_rows else cols
     return TrellisSpec(k=k, window=window, code=code, axis=axis, rows=rows, cols=cols, stride=stride)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def pack(states: NDArray[np.uint16], k: int) -> NDArray[np.uint32]:
@@ -186,12 +237,12 @@ def specs_from_config(config: dict[str, Any]) -> dict[str, TrellisSpec]:
     if not isinstance(section, dict):
         raise ArtifactError(f"config.json: trellis: expected an object, found {type(section).__name__}")
     version = section.get("format_version")
-    if type(version) is not int or version != FORMAT_VERSION:  # True == 1 == 1.0
+    if type(version) is not int or version not in VERSIONS:  # True == 1 == 1.0
         raise ArtifactError(
-            f"config.json: trellis format_version: expected {FORMAT_VERSION}, found {version!r:.80}",
+            f"config.json: trellis format_version: expected 1 or 2, found {version!r:.80}",
             hint="this artifact needs another tqtool version",
         )
     modules = section.get("modules")
     if not isinstance(modules, dict):
         raise ArtifactError(f"config.json: trellis modules: expected an object, found {type(modules).__name__}")
-    return {module: TrellisSpec.from_config(module, entry) for module, entry in modules.items()}
+    return {module: TrellisSpec.from_config(module, entry, version) for module, entry in modules.items()}

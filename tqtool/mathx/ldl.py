@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 
 from tqtool.errors import NumericalError
 
+GAIN_PROBES = 32
+
 LOSS_ROWS = 1024
 """Rows of errors whose loss is summed at once: bounds the temporary."""
 
@@ -96,6 +98,25 @@ def block_udu(matrix: NDArray[np.floating], width: int) -> tuple[NDArray[np.floa
         unit[:start, start:stop] = factor.feedback(start, stop)
         blocks.append(factor.curvature(start, stop))
     return unit, tuple(blocks)
+
+
+def feedback_gain(factor: UpperFactor, width: int) -> float:
+    """Variance of what feedback adds to a weight, in units of the coder's own error, mean over columns.
+
+    With blocks of ``width`` columns and a coder whose errors e are white, the errors that are fed forward are
+    ``E = e·U⁻¹``, the feedback is ``E·(U − I) = e·(I − U⁻¹)``, and the gain is ``‖I − U⁻¹‖² / n``. The norm is found
+    with ``GAIN_PROBES`` vectors of signs (Hutchinson), within √(2 / probes / n).
+    """
+    from scipy.linalg import solve_triangular  # when used, as above
+
+    n = factor.width
+    signs = np.where(np.random.default_rng(0).random((GAIN_PROBES, n)) < 0.5, -1.0, 1.0)
+    scaled = np.empty_like(signs)
+    for start in range(0, n, width):
+        stop = min(start + width, n)
+        scaled[:, start:stop] = signs[:, start:stop] @ factor.corner(start, stop)
+    solved = solve_triangular(factor.root, scaled.T, trans="T", check_finite=False).T
+    return float(np.square(signs - solved).mean())
 
 
 def proxy_loss(error: NDArray[np.floating], matrix: NDArray[np.floating]) -> float:

@@ -6,8 +6,9 @@ with the linear layers listed in ``config["trellis"]["modules"]`` replaced by ``
 array operations are used, so it runs wherever MLX does; it is the plain path, not the fast one (that is
 tqtool's own runtime). The file depends on mlx and mlx_lm alone.
 
-Format version 1. ``weight`` is a stream of uint32 words: the stored matrix [rows, stride] in row-major
-order (``cols`` values used in each row), cut into blocks of T values, T·k bits each. Value t of a block owns
+Format versions 1 and 2. ``weight`` is a stream of uint32 words: the stored matrix [rows, stride] in row-major
+order (``cols`` values used in each row), cut into blocks of T values, T·k bits each; or, with ``tile`` 16, cut into
+squares of 16 × 16 that follow one another along the columns. Value t of a block owns
 the bit offset (T-1-t)·k; the L bits from there on, wrapping inside the block, little-endian in the words,
 are its state. Weight = f32(code(state)) · f32(scale[row]). Axis 1 stores [out, in], axis 0 [in, out].
 """
@@ -21,7 +22,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.utils import _get_classes
 
-FORMAT_VERSION = 1
+FORMAT_VERSIONS = (1, 2)
 CHUNK_WEIGHTS = 1 << 22
 """Weights decoded at a time: bounds the temporaries at about 100 MB whatever the layer."""
 
@@ -53,9 +54,9 @@ def Model(args: ModelArgs, layer_class: type[TrellisLinear] | None = None) -> nn
     model_class, args_class = _get_classes(args.config)
     model = model_class(args_class.from_dict(args.config))
     trellis = args.config["trellis"]
-    if trellis.get("format_version") != FORMAT_VERSION:
+    if trellis.get("format_version") not in FORMAT_VERSIONS:
         found = trellis.get("format_version")
-        raise ValueError(f"trellis format_version: expected {FORMAT_VERSION}, found {found!r}")
+        raise ValueError(f"trellis format_version: expected 1 or 2, found {found!r}")
 
     linears = dict(model.named_modules())
     codes: dict[tuple[str, int], mx.array | None] = {}
@@ -98,6 +99,9 @@ class TrellisLinear(nn.Module):  # type: ignore[misc]
         axis, cols, stride = spec["axis"], spec["cols"], spec["stride"]
         if axis not in (0, 1) or cols > stride:
             raise ValueError(f"trellis spec axis={axis}, cols={cols}, stride={stride}: not decodable")
+        tile = self.spec.setdefault("tile", 0)
+        if tile and (axis != 1 or tile * tile != block or stride % tile):
+            raise ValueError(f"trellis spec tile={tile}, axis={axis}, stride={stride}: not decodable")
         self.weight = mx.zeros(words_shape(spec), mx.uint32)
         self.scales = mx.zeros((spec["rows"],), mx.float16)
         if codes is None:
@@ -115,11 +119,12 @@ class TrellisLinear(nn.Module):  # type: ignore[misc]
         return (cols, rows) if self.spec["axis"] == 0 else (rows, cols)
 
     def decode_rows(self, start: int, stop: int) -> mx.array:
-        """Weights of the stored rows [start, stop), float32 [stop - start, cols]."""
+        """Weights of the stored rows [start, stop), float32 [stop - start, cols]; start on a tile if any."""
         k, window, block = self.spec["k"], self.spec["window"], self.spec["block"]
-        stride, cols = self.spec["stride"], self.spec["cols"]
+        stride, cols, tile = self.spec["stride"], self.spec["cols"], self.spec["tile"]
         words_per_block = block * k // 32
-        first, last = start * stride // block, -(-stop * stride // block)
+        coded = -(-stop // tile) * tile if tile else stop
+        first, last = start * stride // block, -(-coded * stride // block)
         words = self.weight.reshape(-1)[first * words_per_block : last * words_per_block]
         words = words.reshape(last - first, words_per_block)
 
@@ -130,8 +135,11 @@ class TrellisLinear(nn.Module):  # type: ignore[misc]
         high = (mx.take(words, (word + 1) % words_per_block, axis=1) << 1) << (31 - shift)
         state = (low | high) & ((1 << window) - 1)
 
-        values = mx.take(self.table if "table" in self else self._codes, state).reshape(-1)
-        begin = start * stride - first * block
+        values = mx.take(self.table if "table" in self else self._codes, state)
+        if tile:
+            values = values.reshape(-1, stride // tile, tile, tile).swapaxes(1, 2)
+        values = values.reshape(-1)
+        begin = start * stride - first * block  # 0 in tiles, whose values are rows again by now
         values = values[begin : begin + (stop - start) * stride].reshape(stop - start, stride)
         return values[:, :cols] * self.scales[start:stop, None].astype(mx.float32)
 
@@ -142,7 +150,8 @@ class TrellisLinear(nn.Module):  # type: ignore[misc]
     def __call__(self, x: mx.array) -> mx.array:
         """[..., in] → [..., out] in the type of ``x``; weights are rounded to it, as a dense layer's are."""
         rows = self.spec["rows"]
-        step = max(1, CHUNK_WEIGHTS // self.spec["stride"])
+        quantum = self.spec["tile"] or 1
+        step = max(1, CHUNK_WEIGHTS // self.spec["stride"] // quantum) * quantum
         spans = [(start, min(start + step, rows)) for start in range(0, rows, step)]
         if self.spec["axis"] == 1:
             y = mx.concatenate([x @ self.decode_rows(*span).astype(x.dtype).T for span in spans], axis=-1)
@@ -164,8 +173,10 @@ class TrellisLinear(nn.Module):  # type: ignore[misc]
 
 
 def words_shape(spec: dict[str, Any]) -> tuple[int, ...]:
-    """Shape of ``weight``: [rows, stride·k/32] where that holds whole blocks, else the flat stream."""
+    """Shape of ``weight``: [rows, stride·k/32] where that holds whole blocks, else the flat stream; or tiles."""
     k, block, rows, stride = spec["k"], spec["block"], spec["rows"], spec["stride"]
+    if tile := spec.get("tile", 0):
+        return (-(-rows // tile), stride // tile * (block * k // 32))
     if stride * k % 32 == 0 and rows * stride % block == 0:
         return (rows, stride * k // 32)
     return (-(-rows * stride // block) * (block * k // 32),)

@@ -7,6 +7,7 @@ or wanders off, is tried again with more damping and at last left; every attempt
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,14 +17,15 @@ from numpy.typing import NDArray
 from tqtool import native
 from tqtool.errors import UserError
 from tqtool.formats.trellis import TrellisSpec
-from tqtool.mathx.ldl import UpperFactor, proxy_loss, row_losses
+from tqtool.mathx.codes import CODE_ERROR
+from tqtool.mathx.ldl import UpperFactor, feedback_gain, proxy_loss, row_losses
 from tqtool.solve.feedback import GROWTH_LIMIT, Attempt, Trial, code_with_feedback, describe, first_sound
 from tqtool.solve.hessian import Hessian
-from tqtool.solve.ldlq_coder import AlongInputs, Floats, LdlqOptions, coding_order, fit_stored_scales, trellis_coder
+from tqtool.solve.ldlq_coder import Floats, LdlqOptions, coding_order, fit_stored_scales, trellis_coder
 from tqtool.solve.trellis import TrellisMatrix, encode_weight
 
-SAMPLE_ROWS = 64
-"""Rows on which headrooms are compared: 17408 outputs make that free, 576 make it half as long again."""
+PLAIN_WARMUP = 16
+"""The plain trellis is coded to compare with, in half the time and within half a percent; a fallback is coded fully."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,7 @@ class LdlqMatrix:
         matrix: Words and scales; its errors are unweighted.
         method: ``ldlq``, or ``plain`` where no attempt was sound.
         loss: Proxy loss ``tr(E·H·Eᵀ)`` of what is stored, on the undamped Hessian.
-        plain_loss: The same of the trellis without feedback.
+        plain_loss: The same of the trellis without feedback (``PLAIN_WARMUP``, unless that is what is stored).
         headroom: Factor on the row scales that was taken; 1 along outputs.
         refitted: Stored rows whose scale was changed by the refit under H.
         attempts: All that were made, in order.
@@ -63,7 +65,7 @@ class LdlqMatrix:
 def ldlq_encode(name: str, weight: Floats, hessian: Hessian, spec: TrellisSpec, options: LdlqOptions) -> LdlqMatrix:
     """Code ``weight [out, in]`` (not written) as ``spec`` says under ``hessian [in, in]``.
 
-    The plain trellis is coded first: it is what the result must beat and what it falls back to. An attempt whose
+    The plain trellis is coded first: it is what the result must beat. An attempt whose
     targets reach 4 times the weight's own peak has diverged.
 
     Raises:
@@ -72,7 +74,8 @@ def ldlq_encode(name: str, weight: Floats, hessian: Hessian, spec: TrellisSpec, 
     """
     if weight.shape != spec.weight_shape or spec.weight_shape[1] != hessian.width:
         raise UserError(f"{name}: {list(weight.shape)} and a Hessian of width {hessian.width} do not fit")
-    plain = encode_weight(name, weight, spec, options.trellis)
+    quick = min(PLAIN_WARMUP, options.trellis.warmup or PLAIN_WARMUP)
+    plain = encode_weight(name, weight, spec, replace(options.trellis, warmup=quick))
     plain_loss = proxy_loss(_served(plain.words, plain.scales, spec) - weight, hessian.matrix)
     ceiling = float(np.abs(weight).max(initial=0.0))
     order = coding_order(spec, hessian, options)
@@ -80,8 +83,8 @@ def ldlq_encode(name: str, weight: Floats, hessian: Hessian, spec: TrellisSpec, 
     source = np.ascontiguousarray(weight[:, order])
 
     def run(factor: UpperFactor) -> Trial:
-        headroom = _best_headroom(name, source, factor, spec, options)
-        coder = trellis_coder(name, source, spec, replace(options, headrooms=(headroom,)), order)
+        headroom = _headroom(factor, spec, options)
+        coder = trellis_coder(name, source, spec, replace(options, headroom=headroom), order)
         done = code_with_feedback(source, factor, coder, peak_limit=GROWTH_LIMIT * ceiling)
         growth = done.peak / ceiling if ceiling else 0.0
         if not done.finished:
@@ -96,8 +99,11 @@ def ldlq_encode(name: str, weight: Floats, hessian: Hessian, spec: TrellisSpec, 
         return Trial(result=(words, scales, headroom, refitted), growth=growth, loss=loss)
 
     trial, attempts = first_sound(ordered, run, dampings=options.dampings, plain_loss=plain_loss)
-    matrix, headroom, refitted = plain, 1.0, 0
-    if trial is not None:
+    headroom, refitted = 1.0, 0
+    if trial is None:
+        matrix = encode_weight(name, weight, spec, options.trellis)
+        plain_loss = proxy_loss(_served(matrix.words, matrix.scales, spec) - weight, hessian.matrix)
+    else:
         words, scales, headroom, refitted = trial.result
         squared_error = float(np.sum(np.square(_served(words, scales, spec) - weight), dtype=np.float64))
         matrix = replace(plain, words=words, scales=scales, squared_error=squared_error)
@@ -112,18 +118,13 @@ def ldlq_encode(name: str, weight: Floats, hessian: Hessian, spec: TrellisSpec, 
     )
 
 
-def _best_headroom(name: str, weight: Floats, factor: UpperFactor, spec: TrellisSpec, options: LdlqOptions) -> float:
-    """The headroom with the least loss over rows spread evenly over the weight; 1 along outputs."""
-    if spec.axis == 0 or len(options.headrooms) == 1:
-        return 1.0 if spec.axis == 0 else options.headrooms[0]
-    sample = np.ascontiguousarray(weight[:: max(spec.rows // SAMPLE_ROWS, 1)][:SAMPLE_ROWS])
-    smaller = replace(spec, rows=len(sample))
-    losses = []
-    for headroom in options.headrooms:
-        coder = AlongInputs(name, sample, smaller, replace(options, headrooms=(headroom,)))
-        done = code_with_feedback(sample, factor, coder)
-        losses.append(done.loss if done.finished else np.inf)
-    return options.headrooms[int(np.argmin(losses))]
+def _headroom(factor: UpperFactor, spec: TrellisSpec, options: LdlqOptions) -> float:
+    """The options' own, or what the feedback asks for; 1 along outputs, whose scales are set row by row."""
+    if spec.axis == 0:
+        return 1.0
+    if options.headroom is not None:
+        return options.headroom
+    return math.sqrt(1 + CODE_ERROR[spec.k] * feedback_gain(factor, spec.tile or spec.block))
 
 
 def refit_under(

@@ -12,6 +12,9 @@ corrected by all others. That is GPTQ's act-order for free, and on unrotated lay
 here. Where groups are large, steps are runs of blocks in the order of the stream: a block that runs on into the next
 row covers different outputs there as long as the layer has 256 of them, so feedback after every input survives that.
 
+In tiles (16 × 16) a step codes one column of tiles: feedback every 16 inputs, whatever the shape. Columns of tiles are
+coded by falling curvature too. Scales are as along inputs.
+
 Scales. Along inputs a row's scale is set before the first step and holds for all of it; afterwards it may be refitted
 under H. Along outputs a row's scale is set when the row comes up, from its targets, and if the step holds the whole row
 it is refitted under D before the error is passed on.
@@ -22,7 +25,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -53,30 +56,30 @@ class LdlqOptions:
             blocks, or down to whole blocks if a group has more than ``LARGEST_GROUP``. Along inputs a step is a block.
         order: Along outputs, ``curvature`` codes groups by falling diagonal of H; ``natural`` as they are stored.
         dampings: Tried in order.
-        headrooms: Along inputs, factors on the row scales to choose from: targets are wider than the weight by what is
-            fed to them. If there are several, the best on a sample of rows is taken for the matrix.
+        headroom: Along inputs and in tiles, factor on the row scales: targets are wider than the weight by what is fed
+            to them. None takes ``√(1 + error of the code · feedback_gain)``.
     """
 
     trellis: TrellisOptions
     columns: int = 1
     order: Literal["curvature", "natural"] = "curvature"
     dampings: tuple[float, ...] = DAMPINGS
-    headrooms: tuple[float, ...] = (1.0, 1.1, 1.2, 1.35, 1.6)
+    headroom: float | None = None
 
     def __post_init__(self) -> None:
         if self.columns < 1:
             raise UserError(f"LDLQ feedback every {self.columns} columns: expected at least 1")
-        if not self.headrooms or min(self.headrooms) <= 0:
-            raise UserError(f"LDLQ headrooms {self.headrooms}: expected at least one, all positive")
+        if self.headroom is not None and not 0 < self.headroom < math.inf:
+            raise UserError(f"LDLQ headroom {self.headroom}: expected a positive factor")
 
 
 def coding_order(spec: TrellisSpec, hessian: Hessian, options: LdlqOptions) -> NDArray[np.intp]:
     """The inputs ``[in]`` in the order they are coded: groups that share no block with others, as ``options`` say."""
     natural = np.arange(hessian.width)
-    group = _group_rows(spec)
-    if spec.axis == 1 or options.order == "natural" or group > LARGEST_GROUP:
+    group = spec.row_group  # in tiles as many inputs as outputs
+    if (spec.axis == 1 and not spec.tile) or options.order == "natural" or group > LARGEST_GROUP:
         return natural
-    whole = natural[: spec.rows // group * group].reshape(-1, group)  # what is left of a group stays last
+    whole = natural[: hessian.width // group * group].reshape(-1, group)  # what is left of a group stays last
     curvature = np.diagonal(hessian.matrix)[whole].mean(axis=1)
     ordered = whole[np.argsort(-curvature, kind="stable")].reshape(-1)
     return np.concatenate([ordered, natural[whole.size :]])
@@ -85,15 +88,12 @@ def coding_order(spec: TrellisSpec, hessian: Hessian, options: LdlqOptions) -> N
 def trellis_coder(
     name: str, weight: Floats, spec: TrellisSpec, options: LdlqOptions, order: NDArray[np.intp]
 ) -> TrellisCoder:
-    """The column coder of one weight whose inputs are in ``order`` already, along inputs or outputs as spec says."""
+    """The column coder of one weight whose inputs are in ``order`` already, as spec stores it."""
+    if spec.tile:
+        return InTiles(name, weight, spec, options, order)
     return (
         AlongInputs(name, weight, spec, options) if spec.axis == 1 else AlongOutputs(name, weight, spec, options, order)
     )
-
-
-def _group_rows(spec: TrellisSpec) -> int:
-    """Stored rows after which blocks and rows begin together."""
-    return spec.block // math.gcd(spec.stride, spec.block)
 
 
 class TrellisCoder(ColumnCoder):
@@ -127,10 +127,10 @@ class AlongInputs(TrellisCoder):
 
     def __init__(self, name: str, weight: Floats, spec: TrellisSpec, options: LdlqOptions) -> None:
         super().__init__(name, weight, spec, options)
-        self._phases = _group_rows(spec)
+        self._phases = spec.row_group
         self._per_group = self._phases * spec.stride // spec.block
         self._groups = -(-spec.rows // self._phases)
-        self.scales = row_scales(name, weight * np.float32(options.headrooms[0]), self._code.k)
+        self.scales = row_scales(name, weight * np.float32(options.headroom or 1.0), self._code.k)
 
     def steps(self) -> Iterator[Step]:
         """Block t covers positions ``t·T … (t+1)·T`` of each group's rows laid end to end."""
@@ -163,6 +163,35 @@ class AlongInputs(TrellisCoder):
         )
 
 
+class InTiles(TrellisCoder):
+    """Step t codes the t-th column of tiles, wherever it is stored."""
+
+    def __init__(
+        self, name: str, weight: Floats, spec: TrellisSpec, options: LdlqOptions, order: NDArray[np.intp]
+    ) -> None:
+        super().__init__(name, weight, spec, options)
+        self._across = spec.stride // spec.tile
+        self._column = replace(spec, cols=spec.tile, stride=spec.tile)
+        self._order = order
+        self.scales = row_scales(name, weight * np.float32(options.headroom or 1.0), self._code.k)
+
+    def steps(self) -> Iterator[Step]:
+        """Sixteen inputs of all outputs; fewer in a last column that the weight does not fill."""
+        spec = self._spec
+        for index, start in enumerate(range(0, spec.cols, spec.tile)):
+            piece = Piece(slice(0, spec.rows), start, min(start + spec.tile, spec.cols))
+            yield Step(index=index, pieces=(piece,), complete=start)
+
+    def encode(self, step: Step, targets: Sequence[Floats], factor: UpperFactor) -> tuple[Floats, ...]:
+        """The column's tiles, top to bottom."""
+        del factor
+        column = replace(self._column, cols=targets[0].shape[1])
+        blocks = column.to_stream(self._inputs(targets[0], self.scales))
+        place = self._order[step.pieces[0].start] // self._spec.tile
+        decoded = column.from_stream(self._search(blocks, np.arange(len(blocks)) * self._across + place))
+        return (decoded * self.scales[:, None].astype(np.float32),)
+
+
 class AlongOutputs(TrellisCoder):
     """Axis 0: steps are runs of whole blocks, about ``columns`` inputs long; blocks are numbered as they are coded."""
 
@@ -171,7 +200,7 @@ class AlongOutputs(TrellisCoder):
     ) -> None:
         super().__init__(name, weight, spec, options)
         self._order = order
-        self._group = _group_rows(spec)
+        self._group = spec.row_group
         columns = options.columns
         if self._group <= LARGEST_GROUP:
             columns = -(-columns // self._group) * self._group

@@ -9,10 +9,9 @@ states found, which costs nothing at decode.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -110,14 +109,14 @@ def encode_weight(
     error = norm = 0.0
     for start, stop in row_chunks(spec):
         rows = np.ascontiguousarray(stored[start:stop], np.float32)
-        inputs = _level_inputs(rows, scales[start:stop], spec, options.code)
+        inputs = replace(spec, rows=len(rows)).to_stream(to_levels(rows, scales[start:stop], options.code))
         states, _ = native.viterbi_encode(
             inputs, levels, window=options.window, k=options.k, warmup=options.warmup, threads=options.threads
         )
         _require_closed(name, states, spec)
         first = start * spec.stride // spec.block
         words[first : first + len(states)] = pack(states, options.k)
-        decoded = values[states].reshape(-1)[: len(rows) * spec.stride].reshape(len(rows), spec.stride)[:, : spec.cols]
+        decoded = replace(spec, rows=len(rows)).from_stream(values[states])
         if options.refit:
             scales[start:stop] = refit_scales(rows, decoded, scales[start:stop])
         served = decoded * scales[start:stop, None].astype(np.float32)
@@ -169,8 +168,7 @@ def refit_scales(
 
 def row_chunks(spec: TrellisSpec) -> Iterator[tuple[int, int]]:
     """Row ranges that start on a block, each about ``CHUNK_WEIGHTS`` long."""
-    quantum = spec.block // math.gcd(spec.stride, spec.block)
-    step = max(1, CHUNK_WEIGHTS // (spec.stride * quantum)) * quantum
+    step = max(1, CHUNK_WEIGHTS // (spec.stride * spec.row_group)) * spec.row_group
     for start in range(0, spec.rows, step):
         yield start, min(start + step, spec.rows)
 
@@ -184,18 +182,6 @@ def to_levels(rows: NDArray[np.float32], scales: NDArray[np.float16], code: code
         factor = np.float32(codes.UNIT[code]) / scales.astype(np.float32)
     factor[scales == 0] = 0
     return np.clip(np.rint(rows * factor[:, None]), -LEVEL_LIMIT, LEVEL_LIMIT).astype(np.int16)
-
-
-def _level_inputs(
-    rows: NDArray[np.float32], scales: NDArray[np.float16], spec: TrellisSpec, code: codes.Code
-) -> NDArray[np.int16]:
-    """Rows in integer level units, cut into blocks: int16 ``[n, T]``."""
-    scaled = to_levels(rows, scales, code)
-    if spec.stride > spec.cols:
-        scaled = np.pad(scaled, ((0, 0), (0, spec.stride - spec.cols)))
-    stream = scaled.reshape(-1)
-    padding = -stream.size % spec.block
-    return (np.pad(stream, (0, padding)) if padding else stream).reshape(-1, spec.block)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +235,7 @@ class PlainEncoder:
 class _Trellis:
     options: TrellisOptions
     axis: Literal[0, 1]
+    tile: bool = False
     tick: Tick = field(default=_no_tick, compare=False)
     encoder: Encoder = field(default=PlainEncoder())
 
@@ -256,8 +243,14 @@ class _Trellis:
         """Spec of a weight ``[out, in]``."""
         if len(shape) != 2:
             raise UserError(f"{name}: {list(shape)} is not a matrix", hint="the trellis codes linear layers")
+        options = self.options
         return spec_for(
-            (shape[0], shape[1]), k=self.options.k, axis=self.axis, window=self.options.window, code=self.options.code
+            (shape[0], shape[1]),
+            k=options.k,
+            axis=self.axis,
+            window=options.window,
+            code=options.code,
+            tile=self.tile,
         )
 
     def encode(self, name: str, weight: NDArray[np.float32]) -> Coded:
@@ -279,18 +272,20 @@ class _Trellis:
     def recipe(self, name: str) -> dict[str, Any]:
         """Code, axis, form and what the encoder adds; not the number of threads."""
         options = {key: value for key, value in asdict(self.options).items() if key != "threads"}
-        return {"label": self.label, "axis": self.axis, **options, "encoder": self.encoder.recipe(name)}
+        encoder = self.encoder.recipe(name)
+        return {"label": self.label, "axis": self.axis, "tile": self.tile, **options, "encoder": encoder}
 
     @property
     def label(self) -> str:
-        """``trellis k3 mul1 axis1``; forms that do not store it packed say so."""
+        """``trellis k3 mul1 tile`` or ``axis1``; forms that do not store it packed say so."""
         return self.name
 
     @property
     def name(self) -> str:
         window = "" if self.options.window == 12 else f" L{self.options.window}"
+        layout = "tile" if self.tile else f"axis{self.axis}"
         prefix = f"{self.encoder.prefix} " if self.encoder.prefix else ""
-        return f"{prefix}trellis k{self.options.k} {self.options.code}{window} axis{self.axis}"
+        return f"{prefix}trellis k{self.options.k} {self.options.code}{window} {layout}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
