@@ -39,7 +39,19 @@ def trellis(
     modules: Annotated[
         list[str] | None, typer.Option("--modules", help="mlp, all, or a glob of module paths; repeatable. [mlp]")
     ] = None,
-    down_axis: Annotated[str, typer.Option("--down-axis", help="Code down_proj along out or in.")] = "out",
+    layout: Annotated[
+        str | None,
+        typer.Option("--layout", help="Blocks as 16x16 tiles or along an axis: tile, axis. [tile with --ldlq]"),
+    ] = None,
+    fold_channels: Annotated[
+        bool | None,
+        typer.Option(
+            "--fold-channels/--no-fold-channels", help="Reorder and rescale MLP channels. [tiles with --ldlq]"
+        ),
+    ] = None,
+    down_axis: Annotated[
+        str, typer.Option("--down-axis", help="Code down_proj along out or in (--layout axis).")
+    ] = "out",
     fake_quant: Annotated[bool, typer.Option("--fake-quant", help="Store the decoded values dense.")] = False,
     carrier: Annotated[bool, typer.Option("--carrier", help="Store the decoded values in 8-bit affine.")] = False,
     code: Annotated[str, typer.Option("--code", help="mul1, 1mad or 3inst; rptc, random with --fake-quant.")] = "mul1",
@@ -94,6 +106,7 @@ def trellis(
         coded_weights,
         parse_axis,
         parse_form,
+        parse_layout,
         plan_trellis,
     )
     from tqtool.solve.trellis import TrellisOptions
@@ -115,6 +128,8 @@ def trellis(
         options=TrellisOptions(k=k, window=window, code=parse_code(code), warmup=warmup, threads=threads),
         revision=revision,
         modules=tuple(modules or ("mlp",)),
+        layout=parse_layout(layout),
+        fold_channels=fold_channels,
         down_axis=parse_axis(down_axis),
         form=parse_form(fake_quant=fake_quant, carrier=carrier),
         other=other,

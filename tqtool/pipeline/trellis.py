@@ -15,6 +15,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from tqtool.artifact.reload import Depth, compare_modules, reload_stock
 from tqtool.errors import ArtifactError, UserError
 from tqtool.formats.kmap import rates_of
@@ -37,9 +39,12 @@ from tqtool.solve.trellis import (
     TrellisPacked,
 )
 from tqtool.source.checkpoint import Checkpoint, open_checkpoint
+from tqtool.transform.channels import choose_channels, mlps, with_channels
+from tqtool.transform.ops import Channels
 from tqtool.transform.plan import OutputTensor, Role, TransformPlan
 
 Form = Literal["packed", "fake-quant", "carrier"]
+Layout = Literal["tile", "axis"]
 Axis = Literal["out", "in"]
 
 MODEL_FILE = "tqtool_model.py"
@@ -68,7 +73,9 @@ class TrellisRequest:
         options: The code.
         revision: Of a hub id.
         modules: ``mlp``, ``all`` (every linear layer of the blocks) or globs of module paths.
-        down_axis: Dimension along which down_proj is coded: ``out`` is the rotated one.
+        layout: ``tile`` or ``axis``; None is ``tile`` with Hessians and ``axis`` without.
+        fold_channels: Reorder and rescale the hidden channels of each MLP; None is yes where tiles meet Hessians.
+        down_axis: Dimension along which down_proj is coded if the layout is ``axis``: ``out`` is the rotated one.
         form: What is stored for a coded module.
         other: Setting of the modules that are not coded; None is ``OTHER``, and ``LOOKUP`` for an untied embedding.
         rules: Per-module exceptions; a rule also takes a module from the trellis.
@@ -89,6 +96,8 @@ class TrellisRequest:
     options: TrellisOptions
     revision: str | None = None
     modules: tuple[str, ...] = ("mlp",)
+    layout: Layout | None = None
+    fold_channels: bool | None = None
     down_axis: Axis = "out"
     form: Form = "packed"
     other: Packed | None = None
@@ -105,6 +114,18 @@ class TrellisRequest:
     k_budget: float | None = None
     tick: Tick = field(default=lambda weights: None, compare=False)
 
+    @property
+    def chosen_layout(self) -> Layout:
+        """Feedback wants tiles; without it a block lies along the dimension that the rotation has mixed."""
+        return self.layout or ("axis" if self.hessians is None else "tile")
+
+    @property
+    def folds_channels(self) -> bool:
+        """True when the MLPs' channels are reordered."""
+        if self.fold_channels is None:
+            return self.hessians is not None and self.chosen_layout == "tile"
+        return self.fold_channels
+
     def to_json(self) -> dict[str, Any]:
         """What the manifest records: all that decides bytes, no paths, no threads."""
         return {
@@ -116,6 +137,8 @@ class TrellisRequest:
             "warmup": self.options.warmup,
             "refit": self.options.refit,
             "modules": list(self.modules),
+            "layout": self.chosen_layout,
+            "fold_channels": self.folds_channels,
             "down_axis": self.down_axis,
             "form": self.form,
             "other": None if self.other is None else packed_entry(self.other),
@@ -132,6 +155,14 @@ def parse_axis(text: str) -> Axis:
     return known[text]
 
 
+def parse_layout(text: str | None) -> Layout | None:
+    """``tile`` or ``axis``, as ``--layout`` takes it."""
+    known: dict[str | None, Layout | None] = {None: None, "tile": "tile", "axis": "axis"}
+    if text not in known:
+        raise UserError(f"--layout {text!r}: expected tile or axis")
+    return known[text]
+
+
 def parse_form(*, fake_quant: bool, carrier: bool) -> Form:
     """The form that the two flags ask for."""
     if fake_quant and carrier:
@@ -140,7 +171,7 @@ def parse_form(*, fake_quant: bool, carrier: bool) -> Form:
 
 
 def plan_trellis(request: TrellisRequest) -> Job:
-    """Open the source and resolve the whole job; no tensor is read.
+    """Open the source and resolve the whole job; no tensor is read, but down_proj where channels are reordered.
 
     Raises:
         UserError: a glob matches nothing, a module cannot be coded, or the family cannot be rotated.
@@ -154,6 +185,9 @@ def plan_trellis(request: TrellisRequest) -> Job:
     rules = (*default_rules(transform, request), *request.rules)
     choices = resolve(transform.outputs, default=other, rules=rules, dtype_of=target.of)
     hessians = _hessians(request, checkpoint, transform)
+    if request.folds_channels:
+        hessians, transform = fold_channels(hessians, checkpoint, transform, coded)
+        coded = coded_modules(transform, request.modules, request.rules)
     quantizers: dict[str, Quantizer] = dict(choices.quantizers)
     coded_names = {output.name for output in coded}
     notes = {name: lines for name, lines in choices.notes.items() if name not in coded_names}
@@ -283,6 +317,27 @@ def _hessians(request: TrellisRequest, checkpoint: Checkpoint, transform: Transf
     return open_hessians(request.hessians, checkpoint, transform, sink_weight=request.sink_weight)
 
 
+def fold_channels(
+    hessians: Hessians | None, checkpoint: Checkpoint, transform: TransformPlan, coded: Sequence[OutputTensor]
+) -> tuple[Hessians, TransformPlan]:
+    """Reorder the channels of each MLP whose down_proj is coded; Hessians and plan in the new order.
+
+    Raises:
+        UserError: there are no Hessians, which say in what order.
+    """
+    if hessians is None:
+        raise UserError("--fold-channels needs --ldlq: the order comes from the Hessians")
+    names = {output.name for output in coded}
+    found: dict[str, Channels] = {}
+    for path, down in mlps(transform).items():
+        if down.name in names and hessians.has(down):
+            weight = np.asarray(checkpoint.tensors[down.source].read(), np.float32)
+            norms = np.sqrt(np.einsum("oc,oc->c", weight, weight, dtype=np.float64))  # a rotation of outputs keeps them
+            found[path] = choose_channels(norms, hessians.curvature(str(down.module)))
+    by_module = {str(down.module): found[path] for path, down in mlps(transform).items() if path in found}
+    return replace(hessians, channels=by_module), with_channels(transform, found)
+
+
 def _encoder(output: OutputTensor, hessians: Hessians | None) -> tuple[Encoder, tuple[str, ...]]:
     """LDLQ where there is a Hessian; a note where one was wanted and is missing."""
     if hessians is None:
@@ -294,12 +349,15 @@ def _encoder(output: OutputTensor, hessians: Hessians | None) -> tuple[Encoder, 
 
 def _quantizer(output: OutputTensor, request: TrellisRequest, target: StoredDtype, encoder: Encoder) -> Quantizer:
     along_outputs = output.role is Role.O or (output.role is Role.DOWN and request.down_axis == "out")
-    axis: Literal[0, 1] = 0 if along_outputs else 1
+    tile = request.chosen_layout == "tile"
+    axis: Literal[0, 1] = 0 if along_outputs and not tile else 1
+    common: dict[str, Any] = {"options": request.options, "axis": axis, "tile": tile, "tick": request.tick}
+    common["encoder"] = encoder
     dtype = target.of(output)
     if request.form == "packed":
-        return TrellisPacked(options=request.options, axis=axis, tick=request.tick, encoder=encoder)
+        return TrellisPacked(**common)
     if request.form == "fake-quant":
-        return TrellisFakeQuant(options=request.options, axis=axis, tick=request.tick, encoder=encoder, dtype=dtype)
+        return TrellisFakeQuant(**common, dtype=dtype)
     width = output.shape[-1]
     if width % CARRIER_GROUP:
         raise UserError(
@@ -307,7 +365,7 @@ def _quantizer(output: OutputTensor, request: TrellisRequest, target: StoredDtyp
             hint="--fake-quant stores the same values dense",
         )
     carrier = AffineRtn(bits=CARRIER_BITS, group_size=CARRIER_GROUP, mode="affine", dtype=dtype)
-    return TrellisCarrier(options=request.options, axis=axis, tick=request.tick, encoder=encoder, carrier=carrier)
+    return TrellisCarrier(**common, carrier=carrier)
 
 
 def _packed_config(coded: Sequence[OutputTensor], quantizers: Mapping[str, Quantizer]) -> dict[str, Any]:

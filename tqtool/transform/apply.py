@@ -13,7 +13,7 @@ from tqtool.mathx.signs import sign_vector
 from tqtool.native import hadamard_transform
 from tqtool.transform.ops import (
     Fill,
-    Op,
+    FoldChannels,
     OutputTensor,
     RotateHeads,
     RotateInput,
@@ -33,7 +33,8 @@ def apply_folds(output: OutputTensor, read: Read, *, dtype: type[Float]) -> NDAr
 def apply_folds(output: OutputTensor, read: Read, *, dtype: Any = np.float32) -> NDArray[Any]:
     """Read one tensor and fold it.
 
-    Every fold works in place on one copy, in ``dtype`` throughout; nothing ``read`` returns is written to. Rounding to
+    Every fold but the reordering of channels works in place on one copy, in ``dtype`` throughout; nothing ``read``
+    returns is written to. Rounding to
     the stored type is the writer's business. Same inputs give the same bytes on every machine and thread count.
 
     Args:
@@ -52,11 +53,24 @@ def apply_folds(output: OutputTensor, read: Read, *, dtype: Any = np.float32) ->
         return np.full(output.shape, output.ops[-1].value, dtype=dtype)
     weight = _float_copy(output.source, read(output.source), output.shape, dtype)
     for op in output.ops:
-        _fold(op, weight, read)
+        if isinstance(op, FoldChannels):
+            weight = _reordered(op, weight)
+        else:
+            _fold(op, weight, read)
     return weight
 
 
-def _fold(op: Op, weight: NDArray[Any], read: Read) -> None:
+def _reordered(op: FoldChannels, weight: NDArray[Any]) -> NDArray[Any]:
+    """The one fold that cannot work in place."""
+    scale = op.channels.scale.astype(weight.dtype)
+    if op.axis == "input":
+        return np.take(weight / scale if op.is_scaled else weight, op.channels.order, axis=-1)
+    if op.is_scaled:
+        weight *= scale.reshape(-1, *[1] * (weight.ndim - 1))
+    return np.take(weight, op.channels.order, axis=0)
+
+
+def _fold(op: ScaleInput | RotateInput | RotateOutput | RotateHeads | Fill, weight: NDArray[Any], read: Read) -> None:
     """Apply one fold to ``weight`` ``[out, in]`` or ``[out]``, in place."""
     match op:
         case ScaleInput():

@@ -1,15 +1,19 @@
 """What a transform does to a checkpoint, as data: folds per tensor, and the plan that lists them all.
 
-Nothing here touches an array. Layout of every weight is ``[out, in]``, ``y = x @ W.T + b``. A rotation R acts on
+Nothing here touches a weight. Layout of every weight is ``[out, in]``, ``y = x @ W.T + b``. A rotation R acts on
 the residual stream as ``x' = x @ R``; every fold below follows from that one convention, so a reader becomes ``W @ R``
 and a writer ``R.T @ W``.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, assert_never
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tqtool.errors import UserError
 
@@ -117,7 +121,51 @@ class Fill:
         return f"← {self.value:g}"
 
 
-Op = ScaleInput | RotateInput | RotateOutput | RotateHeads | Fill
+@dataclass(frozen=True, slots=True, eq=False)
+class Channels:
+    """A new order of an MLP's hidden channels and what each is multiplied by; compared by content.
+
+    Attributes:
+        order: int32 ``[n]``: channel ``order[i]`` of the source becomes channel i.
+        scale: float32 ``[n]``, positive, in the source's order: up_proj's rows are multiplied, down_proj's columns
+            divided.
+    """
+
+    order: NDArray[np.int32]
+    scale: NDArray[np.float32]
+
+    @property
+    def sha256(self) -> str:
+        """Names the content."""
+        return hashlib.sha256(self.order.astype("<i4").tobytes() + self.scale.astype("<f4").tobytes()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Channels) and self.sha256 == other.sha256
+
+    def __hash__(self) -> int:
+        return hash(self.sha256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldChannels:
+    """Reorder an MLP's hidden channels: the outputs of gate and up (weight or bias), the inputs of down.
+
+    Attributes:
+        channels: Order and scale.
+        axis: Where the channels lie.
+        is_scaled: Multiply (outputs) or divide (inputs) by the scale before reordering; gate_proj is only reordered.
+    """
+
+    channels: Channels
+    axis: Literal["input", "output"]
+    is_scaled: bool
+
+    def __str__(self) -> str:
+        what = "channels by curvature" if not self.is_scaled else "channels by curvature, of equal norm"
+        return f"· {what}" if self.axis == "input" else f"{what} ·"
+
+
+Op = ScaleInput | RotateInput | RotateOutput | RotateHeads | FoldChannels | Fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +305,10 @@ class TransformPlan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TransformPlan:
-        """Rebuild a plan from ``to_json``. Raises UserError if ``data`` is not such a form."""
+        """Rebuild a plan from ``to_json``. Raises UserError if ``data`` is not such a form.
+
+        A plan with reordered channels names them by hash and cannot be rebuilt.
+        """
         try:
             return cls(
                 id=data["id"],
@@ -313,6 +364,8 @@ def op_to_json(op: Op) -> dict[str, Any]:
             return {"op": "rotate_output", "rotation": _rotation_to_json(op.rotation)}
         case RotateHeads():
             return {"op": "rotate_heads", "rotation": _rotation_to_json(op.rotation), "axis": op.axis}
+        case FoldChannels():
+            return {"op": "fold_channels", "axis": op.axis, "is_scaled": op.is_scaled, "sha256": op.channels.sha256}
         case Fill():
             return {"op": "fill", "value": op.value}
         case _:

@@ -1,0 +1,72 @@
+"""Order and scale of an MLP's hidden channels: free at decode, worth a tenth to a half of down_proj's coded error.
+
+``down(silu(gate(x)) ∘ up(x))`` is the same function for any order of its channels, and for ``up[c,:]·s_c`` with
+``down[:,c]/s_c``: rows of up have scales of their own anyway. Two things are gained for a down_proj coded in tiles, 16
+channels of all outputs a step:
+
+* columns of equal norm, so that the scale of a row fits all of its weights: ``s_c = ‖down[:,c]‖``;
+* channels by falling curvature ``s_c²·H_cc``, so that those that matter most are coded first and corrected by all
+  others. Without this order, one tile mixes channels whose curvature differs a thousandfold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tqtool.transform.ops import Channels, FoldChannels, OutputTensor, Role, TransformPlan
+
+MLP_ROLES = {Role.GATE, Role.UP, Role.DOWN}
+
+
+def choose_channels(norms: NDArray[np.floating], curvature: NDArray[np.floating]) -> Channels:
+    """Order and scales of one MLP.
+
+    Args:
+        norms: Norm of each column of down_proj, ``[n]``; a column of zeros keeps the scale 1.
+        curvature: Diagonal of its Hessian, ``[n]``.
+    """
+    wide = norms.astype(np.float64)
+    live = wide > 0
+    scale = np.ones_like(wide)
+    if live.any():
+        scale[live] = wide[live] / np.exp(np.log(wide[live]).mean())
+    stored = scale.astype(np.float32)
+    order = np.argsort(-(curvature * np.square(stored, dtype=np.float64)), kind="stable")
+    return Channels(order=order.astype(np.int32), scale=stored)
+
+
+def mlps(plan: TransformPlan) -> dict[str, OutputTensor]:
+    """``….mlp`` → its down_proj, for each MLP that has gate, up and down."""
+    roles: dict[str, dict[Role, OutputTensor]] = {}
+    for output in plan.outputs:
+        if output.module is not None and output.role in MLP_ROLES:
+            roles.setdefault(_parent(output.module), {})[output.role] = output
+    return {path: found[Role.DOWN] for path, found in roles.items() if set(found) == MLP_ROLES}
+
+
+def with_channels(plan: TransformPlan, channels: Mapping[str, Channels]) -> TransformPlan:
+    """``plan`` with the MLPs named by ``channels`` reordered; each fold comes after those that are there."""
+    roles = {output.module: output.role for output in plan.outputs if output.module is not None}
+
+    def fold(output: OutputTensor) -> OutputTensor:
+        module = output.name.rsplit(".", 1)[0]
+        mixed, role = channels.get(_parent(module)), roles.get(module)
+        if mixed is None or role not in MLP_ROLES:
+            return output
+        if role is not Role.DOWN:
+            op = FoldChannels(channels=mixed, axis="output", is_scaled=role is Role.UP)
+        elif output.module is not None:
+            op = FoldChannels(channels=mixed, axis="input", is_scaled=True)
+        else:
+            return output  # down_proj's bias is no channel's
+        return replace(output, ops=(*output.ops, op))
+
+    return replace(plan, outputs=tuple(fold(output) for output in plan.outputs))
+
+
+def _parent(module: str) -> str:
+    return module.rpartition(".")[0]
