@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tqtool.solve.rtn import AffineRtn
 from tqtool.solve.trellis import Coded, Tick, TrellisOptions
 from tqtool.source.checkpoint import Checkpoint
 from tqtool.source.fingerprint import fingerprint
+from tqtool.transform.ops import Channels
 from tqtool.transform.plan import OutputTensor, Role, TransformPlan
 
 SINK_WEIGHT = 32.0
@@ -44,6 +45,8 @@ class Hessians:
 
     calibration: Calibration
     sink_weight: float = SINK_WEIGHT
+    channels: Mapping[str, Channels] = field(default_factory=dict)
+    """Modules whose inputs are reordered: their statistics are handed out in the new order."""
 
     def has(self, output: OutputTensor) -> bool:
         """True when ``output`` may be solved under a Hessian and there is one."""
@@ -56,7 +59,15 @@ class Hessians:
         moments = self.calibration.moments(module)
         if moments is None:
             raise ArtifactError(f"{self.calibration.folder}: no moments of {module}", hint="calibrate again")
-        return moments
+        channels = self.channels.get(module)
+        return moments if channels is None else reordered(moments, channels)
+
+    def curvature(self, module: str) -> NDArray[np.float64]:
+        """Diagonal of the Hessian of ``module``, ``[in]``."""
+        moments = self.moments(module)
+        sinks = np.square(moments.sinks.astype(np.float64)).sum(axis=0)
+        whole = np.diagonal(moments.matrix).astype(np.float64) * moments.rows + self.sink_weight * sinks
+        return np.asarray(whole / (moments.rows + len(moments.sinks)))
 
     def hessian(self, moments: InputMoments) -> Hessian:
         """Ordinary rows and sinks together."""
@@ -72,6 +83,13 @@ class Hessians:
     def to_json(self) -> dict[str, Any]:
         """What the manifest records."""
         return {"sha256": self.calibration.info.content_sha256(), "sink_weight": self.sink_weight}
+
+
+def reordered(moments: InputMoments, channels: Channels) -> InputMoments:
+    """What an input with ``channels`` is: ``(x ∘ scale)[order]``."""
+    order, scale = channels.order, channels.scale
+    matrix = (moments.matrix * scale[:, None] * scale)[np.ix_(order, order)]
+    return InputMoments(matrix=matrix, sinks=(moments.sinks * scale)[:, order], rows=moments.rows)
 
 
 def combine(moments: InputMoments, *, sink_weight: float) -> Hessian:
