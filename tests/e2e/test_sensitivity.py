@@ -83,7 +83,7 @@ def test_a_swap_is_the_artifact_written_with_that_map(coded, tmp_path, reference
 
 
 def test_affine_candidates_and_the_head(packed, tmp_path):
-    found = measure(packed, tmp_path / "sens.json", include_head=True)
+    found = measure(packed, tmp_path / "sens.json", reference="low", include_head=True)
     assert found.protected == ["model.embed_tokens"]
     assert found.group_size == 64
     modules = [group.modules for group in found.groups]
@@ -107,7 +107,7 @@ def test_what_stands_in_the_file(coded, measured):
     assert (body["metric"], body["candidate_bits"], body["reference"]) == (
         "kl_divergence_vs_reference",
         [2, 3, 4],
-        "low",
+        "high",
     )
     assert found.protected == ["model.embed_tokens", "lm_head"]  # the rotation unties them
     assert str(coded.source.parent) not in out.read_text()
@@ -142,7 +142,7 @@ def test_an_interrupted_run_ends_in_the_same_bytes(coded, measured, tmp_path):
     with pytest.raises(UserError, match="interrupted measurement"):
         plan_sensitivity(request(coded, out))
     with pytest.raises(ArtifactError, match="of another measurement"):
-        measure(coded, out, reference="high", resume=True)
+        measure(coded, out, reference="low", resume=True)
     log = log_path(out)
     whole = log.read_bytes()
     log.write_bytes(whole[:-20])  # killed while it wrote the third

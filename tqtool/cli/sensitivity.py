@@ -36,8 +36,8 @@ def sensitivity(
     paths: Annotated[list[Path], typer.Argument(metavar="ARTIFACT... OUT", help="Candidates, then the file to write.")],
     teacher: Annotated[Path, typer.Option("--teacher", help="Dump made by tqtool teacher from the source.")],
     reference: Annotated[
-        ReferenceMode, typer.Option("--reference", help="low: raise one group at a time; high: lower one at a time.")
-    ] = ReferenceMode.LOW,
+        ReferenceMode, typer.Option("--reference", help="high: lower one group at a time; low: raise one.")
+    ] = ReferenceMode.HIGH,
     windows: Annotated[int | None, typer.Option("--windows", "-n", help="Only the first N windows.")] = None,
     head: Annotated[bool, typer.Option("--head", help="Swap an untied head too.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Finish an interrupted run.")] = False,

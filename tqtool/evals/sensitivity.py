@@ -1,6 +1,7 @@
 """``tqtool sensitivity``: swap one group of modules at a time between artifacts, measure KL to the teacher.
 
-In reference ``low`` every group has its lowest rate and one at a time is raised; in ``high`` one at a time is lowered.
+In reference ``high`` every group has its highest rate and one at a time is lowered; in ``low`` one at a time is raised.
+``high`` is the default: where the lowest rate breaks the model, swaps in it measure noise.
 The model runs only from the layer that was touched. An interrupted run is resumed swap by swap and ends in the same
 bytes.
 """
@@ -51,7 +52,7 @@ class SensitivityRequest:
     artifacts: tuple[Path, ...]
     teacher: Path
     out: Path
-    reference: Reference = "low"
+    reference: Reference = "high"
     windows: int | None = None
     include_head: bool = False
     resume: bool = False
