@@ -1,7 +1,8 @@
 """A decoder-only transformer in float64 numpy, written out plainly: the judge of every fold.
 
-Covers llama, mistral, qwen2 (q/k/v bias), qwen3 (q/k norm), grouped-query attention, explicit head_dim, tied and untied
-heads. Weights are ``[out, in]`` under Hugging Face names. Imports nothing of tqtool.
+Covers llama, mistral, qwen2 (q/k/v bias), qwen3 (q/k norm), gemma3_text (norms after the blocks too, gains 1 + w,
+GELU, scaled embedding; no sliding window), grouped-query attention, explicit head_dim, tied and untied heads.
+Weights are ``[out, in]`` under Hugging Face names. Imports nothing of tqtool.
 """
 
 from __future__ import annotations
@@ -17,14 +18,24 @@ Weights = dict[str, NDArray[np.float64]]
 def forward(weights: Weights, config: dict[str, Any], tokens: NDArray[np.int_]) -> NDArray[np.float64]:
     """Logits ``[T, vocab]`` of one sequence."""
     x = weights["model.embed_tokens.weight"][tokens]
+    is_gemma = config["model_type"] == "gemma3_text"
+    if is_gemma:
+        x = x * np.sqrt(config["hidden_size"])
     for layer in range(config["num_hidden_layers"]):
         stem = f"model.layers.{layer}"
         normed = rms_norm(x, weights[f"{stem}.input_layernorm.weight"], config)
-        x = x + attention(weights, config, f"{stem}.self_attn", normed)
-        normed = rms_norm(x, weights[f"{stem}.post_attention_layernorm.weight"], config)
+        written = attention(weights, config, f"{stem}.self_attn", normed)
+        if is_gemma:
+            written = rms_norm(written, weights[f"{stem}.post_attention_layernorm.weight"], config)
+        x = x + written
+        before = "pre_feedforward" if is_gemma else "post_attention"
+        normed = rms_norm(x, weights[f"{stem}.{before}_layernorm.weight"], config)
         gate = linear(weights, f"{stem}.mlp.gate_proj", normed)
         up = linear(weights, f"{stem}.mlp.up_proj", normed)
-        x = x + linear(weights, f"{stem}.mlp.down_proj", gate / (1 + np.exp(-gate)) * up)
+        written = linear(weights, f"{stem}.mlp.down_proj", (gelu(gate) if is_gemma else silu(gate)) * up)
+        if is_gemma:
+            written = rms_norm(written, weights[f"{stem}.post_feedforward_layernorm.weight"], config)
+        x = x + written
     x = rms_norm(x, weights["model.norm.weight"], config)
     tied = config["tie_word_embeddings"]
     return x @ weights["model.embed_tokens.weight" if tied else "lm_head.weight"].T
@@ -58,7 +69,17 @@ def linear(weights: Weights, module: str, x: NDArray[np.float64]) -> NDArray[np.
 
 
 def rms_norm(x: NDArray[np.float64], gain: NDArray[np.float64], config: dict[str, Any]) -> NDArray[np.float64]:
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + config["rms_norm_eps"]) * gain
+    offset = 1.0 if config["model_type"] == "gemma3_text" else 0.0
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + config["rms_norm_eps"]) * (offset + gain)
+
+
+def silu(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    return x / (1 + np.exp(-x))
+
+
+def gelu(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The tanh form."""
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
 def rope(x: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -107,7 +128,10 @@ def random_weights(config: dict[str, Any], *, seed: int) -> Weights:
         stem = f"model.layers.{layer}"
         weights[f"{stem}.input_layernorm.weight"] = gain(hidden)
         weights[f"{stem}.post_attention_layernorm.weight"] = gain(hidden)
-        if family == "qwen3":
+        if family == "gemma3_text":
+            weights[f"{stem}.pre_feedforward_layernorm.weight"] = gain(hidden)
+            weights[f"{stem}.post_feedforward_layernorm.weight"] = gain(hidden)
+        if family in ("qwen3", "gemma3_text"):
             weights[f"{stem}.self_attn.q_norm.weight"] = gain(d)
             weights[f"{stem}.self_attn.k_norm.weight"] = gain(d)
         for module, n_out, n_in, bias in (

@@ -12,9 +12,11 @@ from typing import Any
 from tqtool.solve.quantizer import Quantizer, RowQuantizer, StoredTensor, scratch_bytes
 from tqtool.solve.rtn import FloatStore
 from tqtool.source.checkpoint import Checkpoint
+from tqtool.transform.ops import FoldChannels
 from tqtool.transform.plan import OutputTensor
 
 _LAYER = re.compile(r"\.\d+\.")
+_OF_ONE_LAYER = re.compile(r"(?<=lane )\d+|(?<=channels\[)[0-9a-f]+")
 
 BASE_MEMORY_BYTES = 80 << 20
 """Interpreter, numpy and MLX: measured 75 MB, see tests/e2e/test_convert_limits.py."""
@@ -156,7 +158,7 @@ def grouped_rows(rows: Sequence[JobRow]) -> tuple[RowGroup, ...]:
         pattern = _LAYER.sub(".*.", row.module or row.tensor)
         folds = product_text(tuple(_LAYER.sub(".*.", fold) for fold in row.folds))
         remark = "; ".join((*row.notes, folds)) if folds else "; ".join(row.notes)
-        groups.setdefault((pattern, row.quantizer, row.shape, re.sub(r"lane \d+", "lane n", remark)), []).append(row)
+        groups.setdefault((pattern, row.quantizer, row.shape, _OF_ONE_LAYER.sub("n", remark)), []).append(row)
     return tuple(
         RowGroup(
             pattern=pattern,
@@ -204,7 +206,8 @@ def _live_bytes(checkpoint: Checkpoint, work: Work) -> int:
     if not work.output.ops and isinstance(work.quantizer, RowQuantizer):
         # A cast reads its tensor at once; packing reads rows, and what they need is its scratch.
         return work.stored_bytes + (source if isinstance(work.quantizer, FloatStore) else 0)
-    return 4 * work.parameters + max(source, work.stored_bytes)
+    is_copied = any(isinstance(op, FoldChannels) for op in work.output.ops)
+    return 4 * work.parameters + max(source + is_copied * 4 * work.parameters, work.stored_bytes)
 
 
 def check_memory_bytes(works: Sequence[Work]) -> int:

@@ -33,9 +33,9 @@ def apply_folds(output: OutputTensor, read: Read, *, dtype: type[Float]) -> NDAr
 def apply_folds(output: OutputTensor, read: Read, *, dtype: Any = np.float32) -> NDArray[Any]:
     """Read one tensor and fold it.
 
-    Every fold but the reordering of channels works in place on one copy, in ``dtype`` throughout; nothing ``read``
-    returns is written to. Rounding to
-    the stored type is the writer's business. Same inputs give the same bytes on every machine and thread count.
+    Every fold works in place on one copy, in ``dtype`` throughout, but the reordering of channels, which makes a
+    second; nothing ``read`` returns is written to. Rounding to the stored type is the writer's business. Same inputs
+    give the same bytes on every machine and thread count.
 
     Args:
         output: The tensor wanted.
@@ -43,8 +43,8 @@ def apply_folds(output: OutputTensor, read: Read, *, dtype: Any = np.float32) ->
         dtype: float32, or float64 where exactness is at stake.
 
     Returns:
-        A new array of ``output.shape``. Peak memory: what ``read`` returned, this array, and 64 bytes · (n + 2m) per
-        thread.
+        A new array of ``output.shape``. Peak memory: what ``read`` returned, this array, 64 bytes · (n + 2m) per thread
+        where it is rotated, and its size again where channels are reordered.
 
     Raises:
         SourceError: A source tensor has another shape than planned, or is not of a float dtype.
@@ -62,12 +62,16 @@ def apply_folds(output: OutputTensor, read: Read, *, dtype: Any = np.float32) ->
 
 def _reordered(op: FoldChannels, weight: NDArray[Any]) -> NDArray[Any]:
     """The one fold that cannot work in place."""
-    scale = op.channels.scale.astype(weight.dtype)
-    if op.axis == "input":
-        return np.take(weight / scale if op.is_scaled else weight, op.channels.order, axis=-1)
-    if op.is_scaled:
-        weight *= scale.reshape(-1, *[1] * (weight.ndim - 1))
-    return np.take(weight, op.channels.order, axis=0)
+    axis = weight.ndim - 1 if op.axis == "input" else 0
+    if weight.shape[axis] != len(op.channels.order):
+        raise SourceError(f"{len(op.channels.order)} channels do not fit axis {axis} of {list(weight.shape)}")
+    mixed: NDArray[Any] = np.take(weight, op.channels.order, axis=axis)
+    scale = op.channels.scale.astype(weight.dtype)[op.channels.order]
+    if op.is_scaled and op.axis == "input":
+        mixed /= scale
+    elif op.is_scaled:
+        mixed *= scale.reshape(-1, *[1] * (weight.ndim - 1))
+    return mixed
 
 
 def _fold(op: ScaleInput | RotateInput | RotateOutput | RotateHeads | Fill, weight: NDArray[Any], read: Read) -> None:

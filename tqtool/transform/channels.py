@@ -20,21 +20,24 @@ from numpy.typing import NDArray
 from tqtool.transform.ops import Channels, FoldChannels, OutputTensor, Role, TransformPlan
 
 MLP_ROLES = {Role.GATE, Role.UP, Role.DOWN}
+LARGEST_SCALE = 256.0
+"""A channel is scaled by no more, up or down: rows of up_proj must keep scales that float16 holds to full precision."""
 
 
 def choose_channels(norms: NDArray[np.floating], curvature: NDArray[np.floating]) -> Channels:
     """Order and scales of one MLP.
 
     Args:
-        norms: Norm of each column of down_proj, ``[n]``; a column of zeros keeps the scale 1.
+        norms: Norm of each column of down_proj, ``[n]``; a column of zeros, or one that is not finite (the job refuses
+            it later), keeps the scale 1.
         curvature: Diagonal of its Hessian, ``[n]``.
     """
     wide = norms.astype(np.float64)
-    live = wide > 0
+    live = (wide > 0) & np.isfinite(wide)
     scale = np.ones_like(wide)
     if live.any():
         scale[live] = wide[live] / np.exp(np.log(wide[live]).mean())
-    stored = scale.astype(np.float32)
+    stored = np.clip(scale, 1 / LARGEST_SCALE, LARGEST_SCALE).astype(np.float32)
     order = np.argsort(-(curvature * np.square(stored, dtype=np.float64)), kind="stable")
     return Channels(order=order.astype(np.int32), scale=stored)
 

@@ -161,7 +161,7 @@ class FoldChannels:
     is_scaled: bool
 
     def __str__(self) -> str:
-        what = "channels by curvature" if not self.is_scaled else "channels by curvature, of equal norm"
+        what = f"channels[{self.channels.sha256[:8]}] by curvature" + (", of equal norm" if self.is_scaled else "")
         return f"· {what}" if self.axis == "input" else f"{what} ·"
 
 
