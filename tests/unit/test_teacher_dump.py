@@ -70,6 +70,17 @@ def test_a_right_dump_opens(tmp_path, top, bos):
             np.testing.assert_array_equal(getattr(opened.window(index), name), array[index])
 
 
+def test_windows_passed_over_are_a_condition_that_only_a_dump_with_some_states(tmp_path):
+    tensors, info = parts()
+    plain = open_dump(write(tmp_path / "d", tensors, info)).info
+    behind = open_dump(write(tmp_path / "s", tensors, info | {"skip": 3})).info
+    assert (plain.skip, behind.skip) == (0, 3)
+    assert "skip" not in json.loads(plain.metadata()["info"])
+    assert json.loads(behind.metadata()["info"])["skip"] == 3
+    for wrong in (0, -1, 1.5, True, "3"):
+        refuse(write(tmp_path / "w", tensors, info | {"skip": wrong}), "skip: expected a positive integer")
+
+
 def test_every_flipped_bit_is_seen(tmp_path):
     """Every byte of the header, and one in thirteen of the rest."""
     data = write(tmp_path / "d", *parts()).read_bytes()

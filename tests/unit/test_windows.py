@@ -47,6 +47,29 @@ def test_an_opening_token_opens_each_window(tmp_path):
     np.testing.assert_array_equal(found.tokens[:, 1:], words[:57].reshape(3, 19))
 
 
+@pytest.mark.parametrize("bos", [False, True])
+def test_windows_behind_those_passed_over_share_no_token_with_them(tmp_path, bos):
+    words = write(tmp_path / "t", 100)
+    reader, fresh = tokenizer(tmp_path / "k", bos=bos), 20 - bos
+    found = read_windows(reader, tmp_path / "t", windows=2, context=20, skip=3)
+    np.testing.assert_array_equal(found.tokens[:, int(bos) :], words[3 * fresh : 5 * fresh].reshape(2, fresh))
+    whole = read_windows(reader, tmp_path / "t", windows=5, context=20)
+    np.testing.assert_array_equal(found.tokens, whole.tokens[3:])
+
+
+def test_no_window_is_left_behind_those_passed_over(tmp_path):
+    write(tmp_path / "t", 100)
+    reader = tokenizer(tmp_path / "k")
+    for skip, windows, message, hint in (
+        (3, 3, "3 windows of 20 behind 3 need 120 tokens", "at most --windows 2 with this text, context and --skip"),
+        (5, 1, "1 windows of 20 behind 5 need 120 tokens", "a longer text, or a smaller --skip"),
+        (-1, 1, "--skip -1: expected 0 or more", None),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            read_windows(reader, tmp_path / "t", windows=windows, context=20, skip=skip)
+        assert hint is None or hint in str(caught.value.hint)
+
+
 @pytest.mark.parametrize("count", [70, 2000])
 def test_reading_only_the_start_changes_nothing(tmp_path, monkeypatch, count):
     words = write(tmp_path / "t", count)

@@ -73,17 +73,25 @@ def read_rows(tokenizer: Any, path: Path, *, rows: int, context: int) -> Calibra
 
 def require_disjoint(rows: CalibrationRows, scored: Iterable[Tokens], where: str) -> None:
     """Raise UserError if ``scored`` windows share ``SHARED_TOKENS`` tokens in a row with the calibration."""
+    index = first_shared(rows.sequences, scored)
+    if index is not None:
+        raise UserError(
+            f"window {index} of {where} is part of the calibration text: the score would be flattered",
+            hint="calibrate on another text, or on fewer rows of this one",
+        )
+
+
+def first_shared(sequences: Iterable[Tokens], scored: Iterable[Tokens]) -> int | None:
+    """Index of the first of ``scored`` that shares ``SHARED_TOKENS`` tokens in a row with ``sequences``, if one does."""
     seen: dict[int, set[bytes]] = {}
-    for sequence in rows.sequences:
+    for sequence in sequences:
         length = min(SHARED_TOKENS, sequence.size)
         if length >= FEWEST_TOKENS:
             seen.setdefault(length, set()).update(_grams(sequence, length))
     for index, window in enumerate(scored):
         if any(not grams.isdisjoint(_grams(window, length)) for length, grams in seen.items()):
-            raise UserError(
-                f"window {index} of {where} is part of the calibration text: the score would be flattered",
-                hint="calibrate on another text, or on fewer rows of this one",
-            )
+            return index
+    return None
 
 
 def _grams(tokens: Tokens, length: int) -> Iterator[bytes]:

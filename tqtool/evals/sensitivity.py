@@ -203,6 +203,7 @@ def _document(job: SensitivityJob, reference: NDArray[np.float64], done: SwapLog
             windows=job.windows,
             context=info.context,
             top=info.top,
+            skip=info.skip,
         ),
         tools=_tools(),
         notes=[],

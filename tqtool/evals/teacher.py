@@ -7,7 +7,7 @@ import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from tqtool.errors import UserError
 from tqtool.evals.context import context_warnings
 from tqtool.evals.estimate import perplexity
 from tqtool.evals.logits import gather, top_ids, vocabulary_sums, window_logits
-from tqtool.evals.text import check_source, read_windows, tokenizer_hash
+from tqtool.evals.text import TokenWindows, check_source, read_windows, tokenizer_hash
 from tqtool.formats.safetensors import build_header
 from tqtool.formats.teacher import TENSORS, TeacherInfo, TeacherWindow
 from tqtool.pipeline.preflight import require_disk
@@ -38,13 +38,21 @@ Tick = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherRequest:
-    """What to dump: ``windows`` × ``context`` tokens of ``text``, the ``top`` highest logits of each position."""
+    """What to dump: ``windows`` × ``context`` tokens of ``text``, the ``top`` highest logits of each position.
+
+    The first ``skip`` windows of the text are passed over: a dump that begins there shares none of theirs.
+    """
 
     text: Path
     windows: int
     context: int
     top: int = DEFAULT_TOP
     replace: bool = False
+    skip: int = 0
+
+    def tokens(self, tokenizer: Any) -> TokenWindows:
+        """The windows; errors as ``read_windows``."""
+        return read_windows(tokenizer, self.text, windows=self.windows, context=self.context, skip=self.skip)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +94,7 @@ def plan_dump(model: str | Path, out: Path, request: TeacherRequest) -> TeacherP
     vocab = text_config(config).get("vocab_size", config.get("vocab_size"))
     if type(vocab) is not int or vocab < 1:
         raise UserError(f"{folder / CONFIG_NAME}: vocab_size: expected a positive integer, found {vocab!r}")
-    text = read_windows(load_tokenizer(folder), request.text, windows=request.windows, context=request.context)
+    text = request.tokens(load_tokenizer(folder))
     top = min(request.top, vocab)
     size = dump_bytes(windows=request.windows, context=request.context, top=top)
     require_disk(out.absolute().parent, size)
@@ -116,7 +124,7 @@ def dump_teacher(source: LoadedModel, out: Path, request: TeacherRequest, tick: 
         ArtifactError: writing failed.
     """
     check_target(out, request)
-    text = read_windows(source.tokenizer, request.text, windows=request.windows, context=request.context)
+    text = request.tokens(source.tokenizer)
     warnings = context_warnings(source.config, request.context)
     stream = window_logits(source.model, text.tokens)
     first = next(stream)
@@ -136,6 +144,7 @@ def dump_teacher(source: LoadedModel, out: Path, request: TeacherRequest, tick: 
         top=top,
         versions={name: importlib.metadata.version(name) for name in ("tqtool", "mlx", "mlx-lm", "numpy")},
         sha256=dict.fromkeys(TENSORS, "0" * 64),
+        skip=request.skip,
     )
     nll, outside = [], []
     with whole_file(out) as (file, removed):
@@ -169,7 +178,7 @@ def check_target(out: Path, request: TeacherRequest) -> None:
         raise UserError(f"{out}: exists already", hint="give another name, or --force to replace it")
     if request.top < 1:
         raise UserError(f"--top {request.top}: expected at least 1")
-    check_source(request.text, windows=request.windows, context=request.context)
+    check_source(request.text, windows=request.windows, context=request.context, skip=request.skip)
     check_writable(out)
 
 

@@ -25,7 +25,7 @@ PROBE = "Ümläute, 1234567890 + 3.14e-5\n\n\tdef f(x):  return x  # naïve 北�
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenWindows:
-    """Consecutive windows from the start of a text.
+    """Consecutive windows of a text, from its start or behind windows that were passed over.
 
     Attributes:
         tokens: uint32 [windows, context].
@@ -38,35 +38,49 @@ class TokenWindows:
     text_sha256: str
 
 
-def read_windows(tokenizer: Any, path: Path, *, windows: int, context: int) -> TokenWindows:
-    """The first ``windows`` windows of ``context`` tokens in the UTF-8 file at ``path``.
+def read_windows(tokenizer: Any, path: Path, *, windows: int, context: int, skip: int = 0) -> TokenWindows:
+    """``windows`` windows of ``context`` tokens in the UTF-8 file at ``path``, behind the first ``skip`` such windows.
 
-    If the tokenizer begins texts with a token (Gemma, Llama 3), each window begins with it.
+    If the tokenizer begins texts with a token (Gemma, Llama 3), each window begins with it. Windows with and without
+    ``skip`` are slices of one sequence of tokens, so those that are passed over share no token with those returned.
 
     Raises:
         UserError: impossible sizes; the file is missing, not UTF-8 or too short.
     """
-    data, text = check_source(path, windows=windows, context=context)
+    data, text = check_source(path, windows=windows, context=context, skip=skip)
     bos = opening_token(tokenizer)
     fresh = context - (bos is not None)
-    ids = _encode_start(tokenizer, text, windows * fresh)
-    if len(ids) < windows * fresh:
-        fit, longest = len(ids) // fresh, len(ids) + context - fresh
-        shorter = f"a longer text, or at most --context {longest}" if longest > 1 else "a longer text"
+    needed = (skip + windows) * fresh
+    ids = _encode_start(tokenizer, text, needed)
+    if len(ids) < needed:
+        behind = f" behind {skip}" if skip else ""
         raise UserError(
-            f"{path}: {windows} windows of {context} need {windows * fresh} tokens, the text has {len(ids)}",
-            hint=f"at most --windows {fit} with this text and context" if fit else f"not one window fits: {shorter}",
+            f"{path}: {windows} windows of {context}{behind} need {needed} tokens, the text has {len(ids)}",
+            hint=_what_fits(len(ids), fresh, context, skip),
         )
-    tokens = np.array(ids[: windows * fresh], np.uint32).reshape(windows, fresh)
+    tokens = np.array(ids[skip * fresh : needed], np.uint32).reshape(windows, fresh)
     if bos is not None:
         tokens = np.insert(tokens, 0, np.uint32(bos), axis=1)
     return TokenWindows(tokens=tokens, bos=bos, text_sha256=hashlib.sha256(data).hexdigest())
 
 
-def check_source(path: Path, *, windows: int, context: int) -> tuple[bytes, str]:
+def _what_fits(found: int, fresh: int, context: int, skip: int) -> str:
+    """A way out where ``found`` tokens are too few; a window takes ``fresh`` of them."""
+    fit, longest = found // fresh - skip, found + context - fresh
+    if fit > 0:
+        return f"at most --windows {fit} with this text{', context and --skip' if skip else ' and context'}"
+    if skip:
+        return "not one window fits there: a longer text, or a smaller --skip"
+    shorter = f"a longer text, or at most --context {longest}" if longest > 1 else "a longer text"
+    return f"not one window fits: {shorter}"
+
+
+def check_source(path: Path, *, windows: int, context: int, skip: int = 0) -> tuple[bytes, str]:
     """Bytes and text of the file at ``path``; UserError for what needs no tokenizer to be refused."""
     if windows < 1 or context < 2:
         raise UserError(f"--windows {windows} --context {context}: expected at least 1 window of 2 tokens")
+    if skip < 0:
+        raise UserError(f"--skip {skip}: expected 0 or more windows")
     try:
         data = path.read_bytes()
         return data, data.decode("utf-8")

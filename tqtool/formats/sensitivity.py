@@ -73,7 +73,7 @@ class Group(_Model):
 
 
 class TeacherRecord(_Model):
-    """The dump that KL was measured against, and how much of it."""
+    """The dump that KL was measured against, and how much of it; ``skip`` is written only where it is not 0."""
 
     model: str
     model_hash: Sha256
@@ -82,6 +82,7 @@ class TeacherRecord(_Model):
     windows: Positive
     context: Positive
     top: Positive
+    skip: Annotated[int, Field(ge=0)] = 0
 
 
 class Transform(_Model):
@@ -160,6 +161,8 @@ def tie(modules: Sequence[str]) -> list[list[str]]:
 def encode(sensitivity: Sensitivity) -> bytes:
     """Canonical bytes: sorted keys, indent 1, no time stamps; ``layers`` for readers of OptiQ's files."""
     body = sensitivity.model_dump(mode="json") | {"layers": _layers(sensitivity)}
+    if sensitivity.teacher is not None and sensitivity.teacher.skip == 0:
+        del body["teacher"]["skip"]  # the bytes of a file from the start of a text stay what they were
     text = json.dumps(body, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
     return (text + "\n").encode()
 

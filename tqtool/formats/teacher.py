@@ -59,6 +59,8 @@ class TeacherInfo:
         top: K.
         versions: Versions of the software that made it.
         sha256: Hash of each tensor's bytes.
+        skip: Windows of the text passed over before the first. ``info`` has the key only where it is not 0: a dump from
+            the start of a text has the bytes it always had.
     """
 
     model: str
@@ -74,10 +76,12 @@ class TeacherInfo:
     top: int
     versions: dict[str, str]
     sha256: dict[str, str]
+    skip: int = 0
 
     def metadata(self) -> dict[str, str]:
         """The safetensors metadata."""
-        info = json.dumps(asdict(self), sort_keys=True, ensure_ascii=False)
+        known = {name: value for name, value in asdict(self).items() if name != "skip" or value}
+        info = json.dumps(known, sort_keys=True, ensure_ascii=False)
         return {
             "format": FORMAT,
             "format_version": str(FORMAT_VERSION),
@@ -266,10 +270,10 @@ def _parse_info(path: Path, metadata: dict[str, str]) -> TeacherInfo:
         raise ArtifactError(f"{path}: metadata has no info_sha256, an earlier version wrote it", hint=AGAIN)
     if found != expected:
         raise ArtifactError(f"{where}: SHA-256 expected {expected[:12]}, found {found[:12]}", hint=AGAIN)
-    if not isinstance(value, dict) or set(value) != set(_FIELDS):
+    if not isinstance(value, dict) or set(value) - {"skip"} != set(_FIELDS) - {"skip"}:
         raise ArtifactError(f"{where}: expected the keys {sorted(_FIELDS)}", hint=AGAIN)
     for name, (kind, is_right) in _FIELDS.items():
-        if not is_right(value[name]):
+        if name in value and not is_right(value[name]):
             raise ArtifactError(f"{where}: {name}: expected {kind}, found {ascii(value[name])[:80]}", hint=AGAIN)
     info = TeacherInfo(**value)
     for right, rule in (
@@ -318,4 +322,5 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "top": _SIZE,
     "versions": ("names and versions, all text", _maps_to(_is_text)),
     "sha256": ("a SHA-256 in hex for each tensor", _maps_to(_is_hash)),
+    "skip": _SIZE,
 }
