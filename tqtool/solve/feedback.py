@@ -184,6 +184,12 @@ class Attempt:
     loss: float
 
 
+def accepted_damping(attempts: Sequence[Attempt]) -> dict[str, float]:
+    """``damping`` for the manifest, whose numbers are finite: nothing where every attempt was given up."""
+    accepted = [attempt.damping for attempt in attempts if attempt.verdict == "accepted"]
+    return {"damping": accepted[0]} if accepted else {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """What one pass gave, before it is judged: the result, its growth and its proxy loss on the undamped Hessian."""

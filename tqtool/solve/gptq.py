@@ -29,6 +29,7 @@ from tqtool.solve.feedback import (
     Piece,
     Step,
     Trial,
+    accepted_damping,
     code_with_feedback,
     describe,
     first_sound,
@@ -349,7 +350,7 @@ class AffineGptq:
             stats={
                 "proxy_loss": matrix.loss,
                 "proxy_loss_rtn": matrix.plain_loss,
-                "damping": next((a.damping for a in matrix.attempts if a.verdict == "accepted"), np.nan),
+                **accepted_damping(matrix.attempts),
                 "calibration_rows": float(self.hessian.rows),
                 "dead_inputs": float(np.count_nonzero(self.hessian.dead)),
             },

@@ -19,7 +19,15 @@ from tqtool.errors import UserError
 from tqtool.formats.trellis import TrellisSpec
 from tqtool.mathx.codes import CODE_ERROR
 from tqtool.mathx.ldl import UpperFactor, feedback_gain, proxy_loss, row_losses
-from tqtool.solve.feedback import GROWTH_LIMIT, Attempt, Trial, code_with_feedback, describe, first_sound
+from tqtool.solve.feedback import (
+    GROWTH_LIMIT,
+    Attempt,
+    Trial,
+    accepted_damping,
+    code_with_feedback,
+    describe,
+    first_sound,
+)
 from tqtool.solve.hessian import Hessian
 from tqtool.solve.ldlq_coder import Floats, LdlqOptions, coding_order, fit_stored_scales, trellis_coder
 from tqtool.solve.trellis import TrellisMatrix, encode_weight
@@ -55,7 +63,7 @@ class LdlqMatrix:
         stats = {
             "proxy_loss": self.loss,
             "proxy_loss_plain": self.plain_loss,
-            "damping": next((a.damping for a in self.attempts if a.verdict == "accepted"), np.nan),
+            **accepted_damping(self.attempts),
             "headroom": self.headroom,
             "refitted_rows": float(self.refitted),
         }
