@@ -92,9 +92,14 @@ def test_the_table_can_be_read(tqtool: Tqtool, tmp_path: Path) -> None:
 
 def test_padding_is_named_where_there_is_any(tqtool: Tqtool, tmp_path: Path) -> None:
     facts = report(tqtool, write_tiny(tmp_path / "m", Tiny(hidden=132, heads=4, head_dim=32, intermediate=133)))
-    row = next(row for row in facts["padding"] if row["pattern"].endswith("gate_proj"))
-    assert (row["blocks"], row["padded_weights"]) == (69, 69 * 256 - 132 * 133)
+    row, tiles = (row for row in facts["padding"] if row["pattern"].endswith("gate_proj"))
+    assert (row["layout"], row["blocks"], row["padded_weights"]) == ("axis1", 69, 69 * 256 - 132 * 133)
     assert row["share"] == pytest.approx(108 / 17556)
+    assert (tiles["layout"], tiles["shape"], tiles["count"]) == ("tile", [133, 132], 2)
+    assert (tiles["blocks"], tiles["padded_weights"]) == (81, 144 * 144 - 132 * 133)
+    assert {row["layout"] for row in facts["padding"] if row["pattern"].endswith("down_proj")} == {"axis0", "tile"}
+    shown = tqtool("inspect", tmp_path / "m").out.partition("trellis padding")[2]
+    assert all(text in shown for text in ("layout", "axis1", "tile", "18.11 %"))
 
 
 def test_modules_no_group_divides_are_named(tqtool: Tqtool, tmp_path: Path) -> None:

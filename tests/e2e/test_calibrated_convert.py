@@ -155,7 +155,7 @@ def test_ldlq_is_written_in_every_form_and_beats_the_search_alone(work, tmp_path
     rows = records(tmp_path / "packed")
     coded = {module: row for module, row in rows.items() if "ldlq" in row["quantizer"]}
     assert len(coded) == 2 * 7
-    assert rows["model.layers.0.mlp.up_proj"]["quantizer"] == "ldlq trellis k2 mul1 axis1"
+    assert rows["model.layers.0.mlp.up_proj"]["quantizer"] == "ldlq trellis k2 mul1 tile"
     assert rows["lm_head"]["quantizer"] == "gptq affine6 g64"
     for row in coded.values():
         assert row["stats"]["proxy_loss"] < row["stats"]["proxy_loss_plain"]

@@ -65,24 +65,27 @@ def test_a_spliced_artifact_is_the_one_made_anew(tqtool, work, tmp_path, command
 
 
 def test_only_what_is_equal_is_taken(tqtool, work, tmp_path):
-    """Another rate, window, axis, seed, form, Hessian weight or source: nothing may come from the shelf."""
-    tqtool("trellis", tmp_path / "shelf", "-k", "2", "--ldlq", work / "rotated")
+    """Another rate, window, layout, order of channels, seed, form or Hessian weight: nothing is taken."""
+    axis = ("--layout", "axis")
+    tqtool("trellis", tmp_path / "shelf", "-k", "2", *axis, "--ldlq", work / "rotated")
     shelf = ("--reuse", tmp_path / "shelf")
     for number, options in enumerate(
         (
-            ("-k", "3", "--ldlq", work / "rotated"),
-            ("-k", "2", "--warmup", "16", "--ldlq", work / "rotated"),
-            ("-k", "2", "--code", "1mad", "--ldlq", work / "rotated"),
-            ("-k", "2", "--ldlq", work / "rotated", "--sink-weight", "3"),
+            ("-k", "3", *axis, "--ldlq", work / "rotated"),
+            ("-k", "2", *axis, "--warmup", "16", "--ldlq", work / "rotated"),
+            ("-k", "2", *axis, "--code", "1mad", "--ldlq", work / "rotated"),
+            ("-k", "2", *axis, "--ldlq", work / "rotated", "--sink-weight", "3"),
+            ("-k", "2", *axis, "--ldlq", work / "rotated", "--fold-channels"),
+            ("-k", "2", "--no-fold-channels", "--ldlq", work / "rotated"),
             ("-k", "2"),
             ("-k", "2", "--rotation-seed", "7"),
-            ("-k", "2", "--fake-quant", "--ldlq", work / "rotated"),
+            ("-k", "2", *axis, "--fake-quant", "--ldlq", work / "rotated"),
         )
     ):
         tqtool("trellis", tmp_path / str(number), *options, *shelf)
         taken = [row for row in keys(tmp_path / str(number)) & keys(tmp_path / "shelf") if "mlp" in row[0]]
         assert not taken, options
-    tqtool("trellis", tmp_path / "axis", "-k", "2", "--down-axis", "in", "--ldlq", work / "rotated", *shelf)
+    tqtool("trellis", tmp_path / "axis", "-k", "2", *axis, "--down-axis", "in", "--ldlq", work / "rotated", *shelf)
     shared = {module for module, _ in keys(tmp_path / "axis") & keys(tmp_path / "shelf")}
     assert {module.rpartition(".")[2] for module in shared} >= {"gate_proj", "up_proj"}
     assert not any(module.endswith("down_proj") for module in shared)

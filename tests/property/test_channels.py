@@ -204,7 +204,7 @@ def test_equal_channels_stay_where_they_are() -> None:
 
 
 def test_columns_that_are_all_but_dead_take_no_scale_with_them() -> None:
-    """1e-30 of the norm would leave up_proj a row whose scale float16 cannot hold; 1e30 would leave down_proj nothing."""
+    """1e-30 of the norm would leave up_proj a row whose scale float16 cannot hold."""
     norms = np.array([1.0, 2.0, 1e-30, 1e30, np.inf, np.nan])
     chosen = choose_channels(norms, np.ones(6))
     assert np.isfinite(chosen.scale).all()

@@ -103,7 +103,9 @@ def test_a_code_without_formula_uses_the_stored_table():
 
 
 @pytest.mark.parametrize(
-    "change", [{"k": 0}, {"window": 17}, {"block": 24}, {"axis": 2}, {"stride": 200}, {"tile": 8}], ids=lambda change: str(change)
+    "change",
+    [{"k": 0}, {"window": 17}, {"block": 24}, {"axis": 2}, {"stride": 200}, {"tile": 8}],
+    ids=lambda change: str(change),
 )
 def test_impossible_specs_are_refused(change):
     spec = spec_for((4, 256), k=3, axis=1).to_config() | change

@@ -40,7 +40,7 @@ def convert(
     dtype: Annotated[str | None, typer.Option("--dtype", help="bf16, f16 or f32 for dense tensors and scales.")] = None,
     rotate: Annotated[bool, typer.Option("--rotate-weights", help="Fold norms, rotate residual and heads.")] = False,
     rotation_seed: Annotated[int | None, typer.Option("--rotation-seed", help="Seed of the signs [42].")] = None,
-    method: Annotated[str | None, typer.Option("--method", help="rtn, or gptq with --hessians. [rtn]")] = None,
+    method: Annotated[str | None, typer.Option("--method", help="rtn (the default), or gptq with --hessians.")] = None,
     hessians: Annotated[Path | None, typer.Option("--hessians", help="Folder made by tqtool calibrate.")] = None,
     sink_weight: Annotated[
         float | None, typer.Option("--sink-weight", help="Ordinary rows that an attention sink counts for (gptq).")

@@ -131,10 +131,10 @@ def show_verbs(report: Inspection) -> None:
             emit_line("trellis padding: under 0.05 % of every module")
             return
         padding = [
-            (row.pattern, row.count, "×".join(map(str, row.shape)), row.axis, f"{100 * row.share:.2f} %")
+            (row.pattern, row.count, "×".join(map(str, row.shape)), row.layout, f"{100 * row.share:.2f} %")
             for row in wasted
         ]
-        emit_table(("trellis padding", "n", "shape", "axis", "waste"), padding)
+        emit_table(("trellis padding", "n", "shape", "layout", "waste"), padding)
 
 
 def _short(folds: str) -> str:

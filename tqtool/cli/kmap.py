@@ -27,10 +27,10 @@ def kmap(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="File to write.")],
     budget: Annotated[float, typer.Option("--budget", help="Mean bits of the codes over the measured weights.")],
     modules: Annotated[
-        list[str] | None, typer.Option("--modules", help="Only those that a glob matches; repeatable. [all]")
+        list[str] | None, typer.Option("--modules", help="Only those that a glob matches, not all; repeatable.")
     ] = None,
     reference: Annotated[
-        ReferenceMode | None, typer.Option("--reference", help="Of an OptiQ file, which does not say. [detected]")
+        ReferenceMode | None, typer.Option("--reference", help="Of an OptiQ file, which does not say; else detected.")
     ] = None,
     artifacts: Annotated[
         list[Path] | None,

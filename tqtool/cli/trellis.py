@@ -37,21 +37,24 @@ def trellis(
         float | None, typer.Option("--k-budget", help="Mean bits of the codes, spent by the sensitivities of --k-map.")
     ] = None,
     modules: Annotated[
-        list[str] | None, typer.Option("--modules", help="mlp, all, or a glob of module paths; repeatable. [mlp]")
+        list[str] | None,
+        typer.Option("--modules", help="mlp (the default), all, or a glob of module paths; repeatable."),
     ] = None,
     layout: Annotated[
         str | None,
-        typer.Option("--layout", help="Blocks as 16x16 tiles or along an axis: tile, axis. [tile with --ldlq]"),
+        typer.Option("--layout", help="tile (16x16; the default with --ldlq) or axis (else)."),
     ] = None,
     fold_channels: Annotated[
         bool | None,
         typer.Option(
-            "--fold-channels/--no-fold-channels", help="Reorder and rescale MLP channels. [tiles with --ldlq]"
+            "--fold-channels/--no-fold-channels",
+            help="Reorder and rescale MLP channels; the default in tiles with --ldlq.",
         ),
     ] = None,
     down_axis: Annotated[
-        str, typer.Option("--down-axis", help="Code down_proj along out or in (--layout axis).")
-    ] = "out",
+        str | None,
+        typer.Option("--down-axis", help="With --layout axis: code down_proj along out (the default) or in."),
+    ] = None,
     fake_quant: Annotated[bool, typer.Option("--fake-quant", help="Store the decoded values dense.")] = False,
     carrier: Annotated[bool, typer.Option("--carrier", help="Store the decoded values in 8-bit affine.")] = False,
     code: Annotated[str, typer.Option("--code", help="mul1, 1mad or 3inst; rptc, random with --fake-quant.")] = "mul1",
@@ -97,18 +100,10 @@ def trellis(
     from tqtool.formats.sensitivity_file import read_kmap_or_sensitivity
     from tqtool.mathx.codes import parse_code
     from tqtool.pipeline.calibrated import SINK_WEIGHT
+    from tqtool.pipeline.coding import OTHER, parse_axis, parse_form, parse_layout
     from tqtool.pipeline.job import Meter
     from tqtool.pipeline.rules import packed_setting, parse_rule
-    from tqtool.pipeline.trellis import (
-        OTHER,
-        TrellisRequest,
-        check_trellis,
-        coded_weights,
-        parse_axis,
-        parse_form,
-        parse_layout,
-        plan_trellis,
-    )
+    from tqtool.pipeline.trellis import TrellisRequest, check_trellis, coded_weights, plan_trellis
     from tqtool.solve.trellis import TrellisOptions
 
     depth = parse_depth(check)

@@ -135,9 +135,13 @@ def _require_same_model(first: Path, one: Manifest, other: Path, two: Manifest) 
         )
     if one.transforms != two.transforms:
         raise UserError(f"{other}: another transform than {first}: {_folded(two)}, {_folded(one)}", hint=hint)
-    missing = _modules(one).keys() ^ _modules(two).keys()
+    ours, theirs = _modules(one), _modules(two)
+    missing = ours.keys() ^ theirs.keys()
     if missing:
         raise UserError(f"{other}: {min(missing)} is in only one of it and {first}", hint=hint)
+    for module, record in ours.items():
+        if record.folds != theirs[module].folds:  # channels in another order: what reads them would get others
+            raise UserError(f"{other}: {module} is folded in another way than in {first}", hint=hint)
 
 
 def _require_rising(artifacts: Sequence[CodedArtifact]) -> None:

@@ -87,6 +87,11 @@ class TrellisSpec:
             )
 
     @property
+    def layout(self) -> str:
+        """``tile``, ``axis1`` or ``axis0``: what people read."""
+        return "tile" if self.tile else f"axis{self.axis}"
+
+    @property
     def row_group(self) -> int:
         """Rows after which rows and blocks begin together."""
         return self.tile or self.block // math.gcd(self.stride, self.block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from collections import Counter
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tqtool.errors import TqError
-from tqtool.formats.trellis import TrellisSpec
+from tqtool.formats.trellis import TrellisSpec, spec_for
 from tqtool.pipeline.convert import ConvertRequest, plan_convert
 from tqtool.pipeline.job import Job
 from tqtool.pipeline.plan import product_text
@@ -58,12 +59,15 @@ class VerbRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddingRow:
-    """Modules of one kind on the trellis; ``share`` is padded over real weights, ``axis`` as the verb would choose."""
+    """Modules of one kind on the trellis; ``share`` is padded over real weights.
+
+    ``layout`` is ``axis0`` or ``axis1``, as the verb would choose, or ``tile``, as it would with Hessians.
+    """
 
     pattern: str
     count: int
     shape: tuple[int, int]
-    axis: int
+    layout: str
     blocks: int
     padded_weights: int
     share: float
@@ -203,23 +207,23 @@ def _tensor_rows(packed: Job | None, rotated: Job | None, coded: Job | None) -> 
 
 
 def _padding(coded: Job) -> tuple[PaddingRow, ...]:
-    """One row per kind of coded module."""
-    kinds: Counter[tuple[str, tuple[int, ...], int]] = Counter()
-    specs: dict[tuple[str, tuple[int, ...], int], TrellisSpec] = {}
+    """One row per kind of coded module and layout: as the verb would store it, then in tiles."""
+    kinds: Counter[tuple[str, TrellisSpec]] = Counter()
     for work in coded.works:
         if isinstance(work.quantizer, TrellisPacked) and work.output.module is not None:
-            key = (_LAYER.sub(".*.", work.output.module), work.output.shape, work.quantizer.axis)
-            kinds[key] += 1
-            specs[key] = work.quantizer.spec(work.output.shape, work.output.name)
+            spec = work.quantizer.spec(work.output.shape, work.output.name)
+            tiles = spec_for(spec.weight_shape, k=spec.k, axis=1, window=spec.window, code=spec.code, tile=True)
+            for stored in dict.fromkeys((spec, tiles)):
+                kinds[_LAYER.sub(".*.", work.output.module), stored] += 1
     return tuple(
         PaddingRow(
             pattern=pattern,
             count=count,
-            shape=(shape[0], shape[1]),
-            axis=axis,
-            blocks=specs[pattern, shape, axis].n_blocks,
-            padded_weights=specs[pattern, shape, axis].n_padding,
-            share=specs[pattern, shape, axis].n_padding / (shape[0] * shape[1]),
+            shape=spec.weight_shape,
+            layout=spec.layout,
+            blocks=spec.n_blocks,
+            padded_weights=spec.n_padding,
+            share=spec.n_padding / math.prod(spec.weight_shape),
         )
-        for (pattern, shape, axis), count in kinds.items()
+        for (pattern, spec), count in sorted(kinds.items(), key=lambda kind: kind[0][1].tile)
     )

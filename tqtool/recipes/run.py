@@ -34,11 +34,12 @@ from tqtool.formats.sensitivity_file import read_sensitivity
 from tqtool.formats.teacher import open_dump
 from tqtool.mathx.codes import parse_code
 from tqtool.pipeline.calibrated import SINK_WEIGHT
+from tqtool.pipeline.coding import OTHER
 from tqtool.pipeline.convert import ConvertRequest, check_artifact, plan_convert
 from tqtool.pipeline.job import Job, Meter, silent
 from tqtool.pipeline.provenance import source_name
 from tqtool.pipeline.rules import packed_setting, parse_dtype, parse_rule
-from tqtool.pipeline.trellis import OTHER, TrellisRequest, check_trellis, coded_weights, plan_trellis
+from tqtool.pipeline.trellis import TrellisRequest, check_trellis, coded_weights, plan_trellis
 from tqtool.recipes.schema import ConvertPart, Recipe, TrellisPart, dump_recipe
 from tqtool.runtime.load import load, load_tokenizer, model_folder, scoring_compute
 from tqtool.solve.trellis import TrellisOptions
@@ -216,6 +217,8 @@ def _trellis(part: TrellisPart, common: dict[str, Any]) -> TrellisRequest:
     return TrellisRequest(
         options=TrellisOptions(k=part.k, window=part.window, code=parse_code(part.code), warmup=part.warmup),
         modules=tuple(part.modules),
+        layout=part.chosen_layout,
+        fold_channels=part.fold_channels if common["hessians"] is not None else False,
         down_axis=part.down_axis,
         form=part.form,
         other=other,

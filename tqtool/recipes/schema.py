@@ -68,7 +68,15 @@ class TrellisPart(_Part):
         default_factory=dict, description="Module path or glob: bits, where they differ from k; the last wins."
     )
     modules: list[str] = Field(default_factory=lambda: ["mlp"], description="mlp, all, or globs of module paths.")
-    down_axis: Literal["out", "in"] = Field("out", description="Dimension along which down_proj is coded.")
+    layout: Literal["tile", "axis"] | None = Field(
+        None, description="Blocks as 16x16 tiles or along an axis; default tile with ldlq, else axis."
+    )
+    fold_channels: bool | None = Field(
+        None, description="Reorder and rescale the channels of each MLP; default yes in tiles with ldlq."
+    )
+    down_axis: Literal["out", "in"] | None = Field(
+        None, description="Dimension along which down_proj is coded with layout: axis; default out."
+    )
     form: Literal["packed", "fake-quant", "carrier"] = Field("packed", description="What is stored.")
     code: str = Field("mul1", description="mul1, 1mad, 3inst, rptc or random.")
     window: int = Field(12, description="State bits: 12, 14 or 16.")
@@ -87,6 +95,19 @@ class TrellisPart(_Part):
             raise ValueError("sensitivity and k_budget belong together")
         if self.sensitivity is not None and self.k_map:
             raise ValueError("a k_map is decided already; leave it or sensitivity out")
+        return self
+
+    @property
+    def chosen_layout(self) -> Literal["tile", "axis"]:
+        """``layout``, or its default."""
+        return self.layout or ("tile" if self.ldlq else "axis")
+
+    @model_validator(mode="after")
+    def _laid_out(self) -> Self:
+        if self.down_axis is not None and self.chosen_layout == "tile":
+            raise ValueError("down_axis is for layout: axis; a tile is coded along both dimensions")
+        if self.fold_channels and not self.ldlq:
+            raise ValueError("fold_channels needs ldlq: true; the order comes from the Hessians")
         return self
 
 
