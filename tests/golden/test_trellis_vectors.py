@@ -73,6 +73,18 @@ def test_the_worked_example_of_the_page_is_true() -> None:
         assert float(row.split("|")[-2].strip().replace("−", "-")) == pytest.approx(float(values[i]), abs=1e-7)
 
 
+def test_the_worked_tile_of_the_page_is_true() -> None:
+    page = (DOCS / "trellis.md").read_text()
+    case, (r, c) = CASES[6], (17, 21)
+    words = case["words"][4 * 24 : 5 * 24]
+    assert f"are `{words[21]:08x} {words[22]:08x}`" in page
+    assert f"row 17 is {float(np.array(case['scales'], np.uint16).view(np.float16)[r])}" in page
+    cells = [cell.strip() for cell in next(x for x in page.splitlines() if x.startswith("| 17, 21 |")).split(" | ")]
+    weight = float(np.array(case["values"], np.uint32).view(np.float32)[r * case["spec"]["cols"] + c])
+    assert float(cells[-1].strip(" |").replace("−", "-")) == pytest.approx(weight, abs=1e-7)
+    assert cells[1:5] == ["4", "21", "702", "21, 30"]
+
+
 def test_the_stored_paths_are_coded_again_without_loss() -> None:
     """Decoded values are coded without loss."""
     from tqtool.formats.trellis import TrellisSpec, unpack

@@ -290,7 +290,7 @@ class _Trellis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrellisPacked(_Trellis):
-    """Words and scales of format v1."""
+    """Words and scales as ``formats.trellis`` packs them."""
 
     def outputs(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
         """``.weight`` uint32 words and ``.scales`` float16."""
