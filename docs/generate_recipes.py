@@ -13,13 +13,22 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from tqtool.recipes.schema import CalibrationPart, ConvertPart, EvaluationPart, Recipe, Rotation, TrellisPart
+from tqtool.recipes.schema import (
+    AllocationPart,
+    CalibrationPart,
+    ConvertPart,
+    EvaluationPart,
+    Recipe,
+    Rotation,
+    TrellisPart,
+)
 
 PATH = Path(__file__).parent / "recipes.md"
 SECTIONS: dict[str, type[BaseModel]] = {
     "": Recipe,
     "rotation": Rotation,
     "calibration": CalibrationPart,
+    "allocation": AllocationPart,
     "quantize, verb: convert": ConvertPart,
     "quantize, verb: trellis": TrellisPart,
     "evaluation": EvaluationPart,

@@ -34,6 +34,8 @@ def settings(work: Path, recipe: Path) -> list[str]:
     text = recipe.read_text()
     if "calibration:" in text:
         changes += [f"calibration.text={work / 'text.txt'}", "calibration.rows=4", "calibration.context=100"]
+    if "allocation:" in text:
+        changes += [f"allocation.text={work / 'text.txt'}", "allocation.windows=2", "allocation.context=48"]
     changes += [f"evaluation.text={work / 'text.txt'}", "evaluation.windows=2", "evaluation.context=64"]
     return [part for change in changes for part in ("--set", change)]
 
@@ -52,6 +54,7 @@ def test_shipped_recipes_run(work, tmp_path, capsys, monkeypatch, recipe):
     assert str(tmp_path) not in inside
     assert str(work) not in inside
     assert not (tmp_path / "out" / "journal").exists()
+    assert not list((tmp_path / "out").glob("*candidates*"))
     assert run(capsys, monkeypatch, *arguments).code == 2
     again = run(capsys, monkeypatch, *arguments, "--resume", "--json")
     assert set(json.loads(again.out)["steps"].values()) == {"found"}

@@ -12,12 +12,12 @@ from tqtool.errors import ArtifactError
 _DISK_MARGIN = 1.02
 
 
-def require_disk(parent: Path, needed_bytes: int) -> None:
-    """Raise ArtifactError when ``parent``'s disk has less than ``needed_bytes`` free."""
+def require_disk(parent: Path, needed_bytes: int, what: str = "the artifact") -> None:
+    """Raise ArtifactError when ``parent``'s disk has less than ``needed_bytes`` free for ``what``."""
     free = shutil.disk_usage(parent).free
     if free < needed_bytes * _DISK_MARGIN:
         raise ArtifactError(
-            f"{parent}: the artifact needs {readable_bytes(needed_bytes)}, {readable_bytes(free)} are free",
+            f"{parent}: {what} needs {readable_bytes(needed_bytes)}, {readable_bytes(free)} are free",
             hint="free space on that disk or choose another output folder",
         )
 

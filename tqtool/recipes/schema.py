@@ -13,6 +13,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tqtool.errors import UserError
+from tqtool.formats.affine import AFFINE_BITS
+from tqtool.formats.kmap import RATES
 from tqtool.pipeline.calibrated import MOST_SINK_WEIGHT
 
 Positive = Annotated[int, Field(ge=1)]
@@ -111,6 +113,39 @@ class TrellisPart(_Part):
         return self
 
 
+class AllocationPart(_Part):
+    """Measure, then spend bits where they help: an artifact at each rate, swaps between them, the mix of them."""
+
+    candidates: Annotated[list[int], Field(min_length=2)] = Field(description="Rates: k, or bits of verb: convert.")
+    k_budget: Budget | None = Field(None, description="verb: trellis: mean bits of the codes over all coded weights.")
+    target_bpw: Budget | None = Field(None, description="verb: convert: bits a weight that all packed modules store.")
+    text: str = Field(description="UTF-8 text that the swaps are measured on; never the windows of the evaluation.")
+    windows: Positive = Field(4, description="Windows.")
+    context: Annotated[int, Field(ge=2)] = Field(512, description="Tokens of a window.")
+    skip: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Windows passed over first; left out: those that the evaluation reads of the same file."
+    )
+    top: Positive = Field(2048, description="Logits kept per position.")
+    reference: Literal["high", "low"] = Field("high", description="Lower one group at a time, or raise one.")
+    keep_candidates: bool = Field(False, description="Keep OUT/candidates when the artifact has been verified.")
+
+    @model_validator(mode="after")
+    def _can_be_spent(self) -> Self:
+        if len(set(self.candidates)) != len(self.candidates):
+            raise ValueError("candidates: one of each rate")
+        budget = self.k_budget if self.target_bpw is None else self.target_bpw
+        if budget is None or (self.k_budget is not None and self.target_bpw is not None):
+            raise ValueError("one budget: k_budget for verb: trellis, target_bpw for verb: convert")
+        if budget < min(self.candidates):
+            raise ValueError(f"budget {budget}: the lowest candidate has {min(self.candidates)} bits")
+        return self
+
+    @property
+    def rates(self) -> tuple[int, ...]:
+        """The candidates, rising."""
+        return tuple(sorted(self.candidates))
+
+
 class EvaluationPart(_Part):
     """Score the result against the source."""
 
@@ -129,6 +164,7 @@ class Recipe(_Part):
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
     rotation: Rotation | None = None
     calibration: CalibrationPart | None = None
+    allocation: AllocationPart | None = None
     quantize: Annotated[ConvertPart | TrellisPart, Field(discriminator="verb")]
     evaluation: EvaluationPart | None = None
 
@@ -144,6 +180,23 @@ class Recipe(_Part):
             raise ValueError("method: gptq and ldlq: true need a calibration section")
         if not self.needs_hessians and (self.calibration is not None or self.quantize.sink_weight is not None):
             raise ValueError("calibration and sink_weight are for method: gptq and ldlq: true, and would be ignored")
+        return self
+
+    @model_validator(mode="after")
+    def _allocation_fits(self) -> Self:
+        part, spent = self.quantize, self.allocation
+        if spent is None:
+            return self
+        is_trellis = isinstance(part, TrellisPart)
+        if (spent.k_budget is not None) != is_trellis:
+            raise ValueError("allocation: k_budget is for verb: trellis, target_bpw for verb: convert")
+        known = sorted(RATES if is_trellis else AFFINE_BITS)
+        if not set(spent.candidates) <= set(known):
+            raise ValueError(f"allocation.candidates {spent.candidates}: {part.verb} has {', '.join(map(str, known))}")
+        if part.sensitivity is not None or (isinstance(part, TrellisPart) and part.k_map):
+            raise ValueError("allocation decides the bits; leave sensitivity and k_map out")
+        if isinstance(part, TrellisPart) and part.form != "packed":
+            raise ValueError("allocation mixes packed artifacts: form: packed")
         return self
 
 
@@ -252,6 +305,7 @@ def _known_fields(location: Sequence[int | str]) -> str:
     parts: dict[str, type[BaseModel]] = {
         "rotation": Rotation,
         "calibration": CalibrationPart,
+        "allocation": AllocationPart,
         "evaluation": EvaluationPart,
     }
     part: type[BaseModel] = parts.get(str(location[0]), Recipe) if location else Recipe
