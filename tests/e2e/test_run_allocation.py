@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from tqtool.formats.kmap import read_kmap
 from tqtool.formats.sensitivity_file import read_sensitivity
 from tqtool.formats.teacher import open_dump
 from tqtool.pipeline import preflight
+from tqtool.pipeline.reuse import Journal
 from tqtool.runtime.load import load
 
 TRELLIS = """\
@@ -122,6 +124,23 @@ def test_the_measuring_windows_are_behind_the_evaluation_and_no_part_of_the_cali
     teacher = read_sensitivity(whole / "sensitivity.json").teacher
     assert teacher is not None
     assert teacher.skip == 3
+
+
+@pytest.mark.slow
+def test_the_artifact_is_made_of_the_candidates_tensors(work, tmp_path, capsys, monkeypatch):
+    """Nothing is coded a second time: what is made anew goes through a journal; that of the artifact stays empty."""
+    made: list[str] = []
+    keep = Journal.keep
+
+    def counted(journal: Journal, key: str, *rest: Any) -> None:
+        made.append(journal._path(key).parent.name)
+        keep(journal, key, *rest)
+
+    monkeypatch.setattr(Journal, "keep", counted)
+    arguments = ("--set", "evaluation=null", "--set", "allocation.windows=1")
+    answer = run(capsys, monkeypatch, "run", work / "trellis.yaml", tmp_path / "out", *arguments)
+    assert answer.code == 0, answer.err
+    assert set(made) == {"k2.journal", "k3.journal", "k4.journal"}
 
 
 @pytest.mark.slow
@@ -250,17 +269,18 @@ def test_a_target_below_the_lowest_candidate_is_found_before_the_work(work, tmp_
 
 
 def test_disk_for_the_candidates_is_counted_before_the_work(work, tmp_path, capsys, monkeypatch):
-    asked: list[int] = []
-
-    def usage(parent: Any) -> SimpleNamespace:
-        asked.append(1)
-        return SimpleNamespace(free=1_500_000)  # one artifact of this model is about half a megabyte
-
-    monkeypatch.setattr(preflight.shutil, "disk_usage", usage)
-    answer = run(capsys, monkeypatch, "run", work / "trellis.yaml", tmp_path / "out")
-    assert (answer.code, "the run needs" in answer.err) == (4, True), answer.err
-    assert asked
-    assert not (tmp_path / "out").exists()
+    """Enough for an artifact, its journal and all else but the candidates is not enough for a run that makes them."""
+    needed: dict[str, float] = {}
+    for name, change in (("all", "name=mix"), ("two", "allocation.candidates=[2, 4]"), ("none", "allocation=null")):
+        arguments = ("run", work / "trellis.yaml", tmp_path / name, "--set", change)
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda parent: SimpleNamespace(free=1000))
+        answer = run(capsys, monkeypatch, *arguments)
+        found = re.search(r"the run needs ([0-9.]+) MB, 1.0 kB are free", answer.err)
+        assert (answer.code, found is not None) == (4, True), answer.err
+        needed[name] = float(found[1]) if found else 0.0
+        assert not (tmp_path / name).exists()
+    smallest = 2 * 3 * 128 * 256 * 2 / 8 / 1e6  # the MLPs of both layers at 2 bits: less than a candidate
+    assert needed["none"] + smallest < needed["two"] < needed["all"] - smallest
 
 
 def test_dry_run_prints_every_step(work, tmp_path, capsys, monkeypatch):
