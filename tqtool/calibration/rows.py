@@ -82,7 +82,7 @@ def require_disjoint(rows: CalibrationRows, scored: Iterable[Tokens], where: str
 
 
 def first_shared(sequences: Iterable[Tokens], scored: Iterable[Tokens]) -> int | None:
-    """Index of the first of ``scored`` that shares ``SHARED_TOKENS`` tokens in a row with ``sequences``, if one does."""
+    """Index of the first of ``scored`` that shares ``SHARED_TOKENS`` tokens in a row with ``sequences``, or None."""
     seen: dict[int, set[bytes]] = {}
     for sequence in sequences:
         length = min(SHARED_TOKENS, sequence.size)
