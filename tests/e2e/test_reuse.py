@@ -12,6 +12,7 @@ from tests.support.command import run
 from tests.support.tensors import all_files
 from tests.support.tiny_models import Tiny, write_tiny, write_weights
 from tqtool.calibration.calibrate import CalibrationRequest, calibrate, plan_calibration
+from tqtool.pipeline import calibrated
 from tqtool.solve import trellis as solver
 
 TINY = Tiny(layers=2, tied=False)
@@ -89,6 +90,23 @@ def test_only_what_is_equal_is_taken(tqtool, work, tmp_path):
     shared = {module for module, _ in keys(tmp_path / "axis") & keys(tmp_path / "shelf")}
     assert {module.rpartition(".")[2] for module in shared} >= {"gate_proj", "up_proj"}
     assert not any(module.endswith("down_proj") for module in shared)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("trellis", "-k", 2, "--ldlq", "rotated"), ("convert", "--bits", 3, "--method", "gptq", "--hessians", "plain")],
+    ids=["ldlq", "gptq"],
+)
+def test_other_dampings_are_other_tensors(tqtool, work, tmp_path, monkeypatch, command):
+    verb, *options = [work / part if part in ("plain", "rotated") else part for part in command]
+    tqtool(verb, tmp_path / "first", *options)
+    monkeypatch.setattr(calibrated, "FIRST_DAMPING_DOWN", 1.0)
+    err = tqtool(verb, tmp_path / "second", *options, "--reuse", tmp_path / "first")
+    assert "note: 13 tensors reused" in err
+    changed = {module for module, _ in keys(tmp_path / "second") - keys(tmp_path / "first")}
+    assert changed == {f"model.layers.{layer}.mlp.down_proj" for layer in range(TINY.layers)}
+    tqtool(verb, tmp_path / "anew", *options)
+    assert contents(tmp_path / "second") == contents(tmp_path / "anew")
 
 
 def keys(folder: Path) -> set[tuple[str, str]]:

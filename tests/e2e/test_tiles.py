@@ -17,7 +17,7 @@ from tests.support.tiny_models import Tiny, write_tiny, write_weights
 from tqtool.calibration.calibrate import CalibrationRequest, calibrate, plan_calibration
 from tqtool.errors import UserError
 from tqtool.evals.candidates import open_candidates
-from tqtool.formats.hessians import open_calibration
+from tqtool.formats.hessians import InputMoments, open_calibration
 
 # Float32, so that what is kept dense is exact; ends of rows lie inside blocks.
 TINY = Tiny(intermediate=192, tied=False, dtype="float32")
@@ -183,13 +183,20 @@ def test_tiles_need_no_hessians_and_reach_into_the_last_channel(work, trellis, c
 
 
 # ------------------------------------------------------------------------------------------------- the fold itself
+def shortened_sinks(moments: InputMoments) -> np.ndarray:
+    """Sinks that are longer than an ordinary row is in the root mean square, shortened to it."""
+    sinks = moments.sinks.astype(float)
+    usual = np.sqrt(np.sum(np.diag(moments.matrix).astype(float)))
+    return np.stack([sink * min(1, usual / np.linalg.norm(sink)) for sink in sinks])
+
+
 def expected_channels(work: Path, basis: str, layer: int) -> tuple[np.ndarray, np.ndarray]:
     """Order and scale of a layer, from the source and the stored moments, in the test's own words."""
     down = uneven(TINY)[f"model.layers.{layer}.mlp.down_proj.weight"].astype(np.float64)
     norms = np.linalg.norm(down, axis=0)
     scale = (norms / np.prod(norms ** (1 / len(norms)))).astype(np.float32)
     moments = open_calibration(work / basis).moments(f"model.layers.{layer}.mlp.down_proj")
-    curvature = moments.rows * np.diag(moments.matrix).astype(float) + 32 * (moments.sinks.astype(float) ** 2).sum(0)
+    curvature = moments.rows * np.diag(moments.matrix).astype(float) + 32 * (shortened_sinks(moments) ** 2).sum(0)
     return np.argsort(-curvature * scale.astype(float) ** 2), scale
 
 
@@ -239,7 +246,7 @@ def test_the_loss_of_the_manifest_is_the_loss_in_the_source_s_order(work, code, 
         restored[:, order] = served * scale[order]
         error = restored - uneven(TINY)[f"{name}.weight"]
         moments = open_calibration(work / "plain").moments(name)
-        sinks = moments.sinks.astype(float)
+        sinks = shortened_sinks(moments)
         hessian = (moments.rows * moments.matrix.astype(float) + 32 * sinks.T @ sinks) / (moments.rows + len(sinks))
         stats = rows_of(folder)[f"{name}.weight"]["stats"]
         assert stats["proxy_loss"] == pytest.approx(np.einsum("rc,cd,rd->", error, hessian, error), rel=1e-4)

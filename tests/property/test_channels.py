@@ -16,7 +16,7 @@ from tests.oracles.decoder import random_config, random_weights
 from tests.property.test_folds import BIASED, EXACT, fold, logit_error, shapes
 from tqtool.errors import SourceError, UserError
 from tqtool.formats.hessians import InputMoments
-from tqtool.pipeline.calibrated import Hessians, combine, reordered
+from tqtool.pipeline.calibrated import Hessians, capped, combine, reordered
 from tqtool.transform.apply import apply_folds
 from tqtool.transform.channels import LARGEST_SCALE, choose_channels, mlps, with_channels
 from tqtool.transform.ops import Channels, FoldChannels, Op, OutputTensor, Role, TransformPlan, op_to_json
@@ -293,11 +293,13 @@ class _OneModule:
 def test_curvature_is_the_diagonal_of_the_hessian_in_either_order(sinks: int) -> None:
     rng = np.random.default_rng(11)
     _, moments = random_moments(rng, 37, rows=90, sinks=sinks)
+    moments.sinks[1:2] *= 30  # one that is shortened, by what it is in the source's order
     channels = random_channels(rng, 37)
     calibration: Any = _OneModule(moments)
+    short = capped(moments)
     for hessians, expected in (
-        (Hessians(calibration=calibration, sink_weight=5), moments),
-        (Hessians(calibration=calibration, sink_weight=5, channels={"m": channels}), reordered(moments, channels)),
+        (Hessians(calibration=calibration, sink_weight=5), short),
+        (Hessians(calibration=calibration, sink_weight=5, channels={"m": channels}), reordered(short, channels)),
     ):
         dense = combine(expected, sink_weight=5)
         assert np.allclose(hessians.curvature("m"), np.diagonal(dense.matrix), rtol=1e-12, atol=0)

@@ -6,7 +6,7 @@
         {input}.sinks         F32 [m, in], the rows that are sinks, as they are
     tail.safetensors          the same for the head's input
 
-Sinks are kept apart and whole because their weight is the solver's choice: H = (rows·hessian + w·Σ sinks) / (rows + m).
+Sinks are kept apart and whole because length and weight are the solver's choice (``pipeline.calibrated``).
 Prose: docs/formats/hessians.md.
 """
 

@@ -17,7 +17,7 @@ import numpy as np
 from tqtool.errors import UserError
 from tqtool.formats.dtypes import DType
 from tqtool.formats.trellis import FORMAT_VERSION, TrellisSpec
-from tqtool.pipeline.calibrated import Hessians, LdlqEncoder
+from tqtool.pipeline.calibrated import Hessians, LdlqEncoder, dampings_of
 from tqtool.pipeline.rules import Packed, Rule, matching_rule, near_names
 from tqtool.solve.quantizer import Quantizer
 from tqtool.solve.rtn import AffineRtn
@@ -164,7 +164,7 @@ def encoder_of(output: OutputTensor, hessians: Hessians | None) -> tuple[Encoder
         return PlainEncoder(), ()
     if not hessians.has(output):
         return PlainEncoder(), ("coded without feedback: nothing to calibrate it on",)
-    return LdlqEncoder(width=output.shape[-1], hessians=hessians), ()
+    return LdlqEncoder(width=output.shape[-1], hessians=hessians, dampings=dampings_of(output)), ()
 
 
 def fold_channels(
