@@ -77,7 +77,7 @@ def test_only_what_is_equal_is_taken(tqtool, work, tmp_path):
             ("-k", "2", *axis, "--code", "1mad", "--ldlq", work / "rotated"),
             ("-k", "2", *axis, "--ldlq", work / "rotated", "--sink-weight", "3"),
             ("-k", "2", *axis, "--ldlq", work / "rotated", "--fold-channels"),
-            ("-k", "2", "--no-fold-channels", "--ldlq", work / "rotated"),
+            ("-k", "2", "--ldlq", work / "rotated"),
             ("-k", "2"),
             ("-k", "2", "--rotation-seed", "7"),
             ("-k", "2", *axis, "--fake-quant", "--ldlq", work / "rotated"),

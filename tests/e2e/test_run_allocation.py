@@ -35,7 +35,7 @@ source: {work}/source
 rotation: {{seed: 42}}
 calibration: {{text: {work}/text.txt, rows: 4, context: 64}}
 allocation: {{candidates: [4, 2, 3], k_budget: 2.9, text: {work}/text.txt, windows: 2, context: 40}}
-quantize: {{verb: trellis, ldlq: true, warmup: 16}}
+quantize: {{verb: trellis, ldlq: true, fold_channels: true, warmup: 16}}
 evaluation: {{text: {work}/text.txt, windows: 3, context: 32}}
 """
 CONVERT = """\
@@ -94,7 +94,8 @@ def test_one_run_measures_allocates_writes_and_measures_again(whole):
         written_kl(artifact, whole / "teacher.safetensors"), abs=ROUNDING
     )
     rates = read_kmap(artifact / "tqtool" / "kmap.json")
-    assert rates == read_manifest(artifact).request["k_map"]
+    request = read_manifest(artifact).request
+    assert (request["k_map"], request["fold_channels"]) == (rates, True)
     assert len(set(rates.values())) > 1
     report = json.loads((artifact / "tqtool" / "kmap.json").read_text())["report"]
     assert report["predicted_kl"] == pytest.approx(mix["predicted_kl"], abs=ROUNDING)

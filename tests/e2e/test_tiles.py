@@ -105,8 +105,8 @@ def test_all_forms_serve_the_same_model(work, code, capsys, monkeypatch, tmp_pat
     options = ("--ldlq", work / "rotated", "-k", 3, "--modules", "mlp", "--modules", "*.o_proj")
     if layout == "axis":  # tile is the default
         options = (*options, "--layout", "axis")
-    if folded != (layout == "tile"):
-        options = (*options, "--fold-channels" if folded else "--no-fold-channels")
+    if folded:  # as they are is the default
+        options = (*options, "--fold-channels")
     for form, flags in FORMS.items():
         code(tmp_path / form, *options, *flags)
         if form == "packed" or (folded and layout == "tile"):  # a stock mlx-lm each
@@ -208,7 +208,7 @@ def test_the_folded_model_is_the_source(work, code, tmp_path):
     ]
     rules = [part for module in others if module != name for part in ("--rule", f"{module}=float")]
     options = ("--no-rotate-weights", "--ldlq", work / "plain", "-k", 4, "--modules", name, "--fake-quant")
-    weights = dense(code(tmp_path / "out", *options, *rules))
+    weights = dense(code(tmp_path / "out", *options, *rules, "--fold-channels"))
     source = uneven(TINY)
     order, scale = expected_channels(work, "plain", 0)
     stem = "model.layers.0.mlp"
@@ -237,7 +237,7 @@ def rows_of_source(code, work: Path, tmp_path: Path) -> list[dict[str, Any]]:
 def test_the_loss_of_the_manifest_is_the_loss_in_the_source_s_order(work, code, tmp_path):
     """What was coded under reordered moments is put back and judged under the stored ones, sinks 32 times."""
     options = ("--no-rotate-weights", "--ldlq", work / "plain", "-k", 3, "--modules", "*.down_proj", "--fake-quant")
-    folder = code(tmp_path / "out", *options)
+    folder = code(tmp_path / "out", *options, "--fold-channels")
     for layer in range(TINY.layers):
         name = f"model.layers.{layer}.mlp.down_proj"
         order, scale = expected_channels(work, "plain", layer)
@@ -254,8 +254,8 @@ def test_the_loss_of_the_manifest_is_the_loss_in_the_source_s_order(work, code, 
 
 def test_channels_help_where_they_differ(work, code, tmp_path):
     losses = {}
-    for name, flag in (("with", "--fold-channels"), ("without", "--no-fold-channels")):
-        rows = rows_of(code(tmp_path / name, "--ldlq", work / "rotated", "-k", 3, flag))
+    for name, flags in (("with", ("--fold-channels",)), ("without", ())):
+        rows = rows_of(code(tmp_path / name, "--ldlq", work / "rotated", "-k", 3, *flags))
         losses[name] = {
             key: row["stats"]["proxy_loss"] for key, row in rows.items() if key.endswith("down_proj.weight")
         }
@@ -265,8 +265,8 @@ def test_channels_help_where_they_differ(work, code, tmp_path):
 def test_gate_and_up_that_stay_affine_follow(work, code, tmp_path):
     """GPTQ of an output does not depend on the others: the same codes, moved; up's scales are multiplied."""
     options = ("--ldlq", work / "rotated", "-k", 3, "--modules", "*.down_proj")
-    plain = code(tmp_path / "plain", *options, "--no-fold-channels")
-    mixed = code(tmp_path / "mixed", *options)
+    plain = code(tmp_path / "plain", *options)
+    mixed = code(tmp_path / "mixed", *options, "--fold-channels")
     one, two = raw_tensors(plain), raw_tensors(mixed)
     for layer in range(TINY.layers):
         order, scale = expected_channels(work, "rotated", layer)
@@ -290,28 +290,26 @@ def test_gate_and_up_that_stay_affine_follow(work, code, tmp_path):
 def test_a_down_proj_that_is_not_coded_keeps_its_order(work, code, tmp_path):
     rules = ("--rule", "*.0.mlp.down_proj=bits:8,group:64")
     options = ("--ldlq", work / "rotated", "-k", 2)
-    rows = rows_of(code(tmp_path / "rule", *options, *rules))
+    rows = rows_of(code(tmp_path / "rule", *options, *rules, "--fold-channels"))
     folded = {name for name, row in rows.items() if any("channels[" in fold for fold in row["folds"])}
     assert folded == {f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
     assert rows["model.layers.0.mlp.down_proj.weight"]["quantizer"] == "gptq affine8 g64"
-    plain = rows_of(code(tmp_path / "plain", *options, *rules, "--no-fold-channels"))
+    plain = rows_of(code(tmp_path / "plain", *options, *rules))
     for part in ("gate", "up", "down"):
         name = f"model.layers.0.mlp.{part}_proj.weight"
         assert rows[name]["stored"] == plain[name]["stored"]
-    upper = rows_of(code(tmp_path / "upper", *options, "--modules", "*.gate_proj", "--modules", "*.up_proj"))
-    assert not any("channels[" in fold for row in upper.values() for fold in row["folds"])
 
 
 # ------------------------------------------------------------------------------------------------- reuse and swaps
 def test_other_channels_are_other_tensors(work, code, trellis, tmp_path):
     """Another text gives another order: nothing of the MLP is taken, even gate_proj, whose own Hessian is left out."""
     options = ("-k", 2, "--modules", "*.down_proj", "--rule", "*.gate_proj=float", "--rule", "*.up_proj=float")
-    first = code(tmp_path / "first", *options, "--ldlq", work / "rotated")
+    first = code(tmp_path / "first", *options, "--ldlq", work / "rotated", "--fold-channels")
     keys = {}
     for name, extra in {
-        "same": ("--ldlq", work / "rotated"),
-        "text": ("--ldlq", work / "short"),
-        "unfolded": ("--ldlq", work / "rotated", "--no-fold-channels"),
+        "same": ("--ldlq", work / "rotated", "--fold-channels"),
+        "text": ("--ldlq", work / "short", "--fold-channels"),
+        "unfolded": ("--ldlq", work / "rotated"),
     }.items():
         code(tmp_path / name, *options, *extra, "--reuse", first)
         keys[name] = {name: row["key"] for name, row in rows_of(tmp_path / name).items()}
@@ -353,12 +351,12 @@ def test_the_channels_alone_change_the_key(work):
 
 def test_artifacts_of_other_channels_are_no_candidates(work, code, tmp_path):
     """A down_proj swapped into a model of another order would read the wrong channels, and nothing would say so."""
-    two = code(tmp_path / "two", "-k", 2, "--ldlq", work / "rotated")
-    three = code(tmp_path / "three", "-k", 3, "--ldlq", work / "rotated")
+    two = code(tmp_path / "two", "-k", 2, "--ldlq", work / "rotated", "--fold-channels")
+    three = code(tmp_path / "three", "-k", 3, "--ldlq", work / "rotated", "--fold-channels")
     assert len(open_candidates([two, three]).artifacts) == 2
     for name, options in (
-        ("text", ("--ldlq", work / "short")),
-        ("plain", ("--ldlq", work / "rotated", "--layout", "axis")),
+        ("text", ("--ldlq", work / "short", "--fold-channels")),
+        ("plain", ("--ldlq", work / "rotated")),
     ):
         other = code(tmp_path / name, "-k", 3, *options)
         with pytest.raises(UserError, match=r"mlp\..*_proj is folded in another way"):
@@ -393,7 +391,7 @@ def test_an_axis_for_the_axis_layout(work, trellis, tmp_path):
 
 
 def test_the_plan_names_channels_once_for_all_layers(work, trellis, tmp_path):
-    answer = trellis(tmp_path / "out", "--ldlq", work / "rotated", "--dry-run")
+    answer = trellis(tmp_path / "out", "--ldlq", work / "rotated", "--fold-channels", "--dry-run")
     assert answer.code == 0, answer.err
     lines = [line for line in answer.out.splitlines() if "model.layers.*.mlp.down_proj" in line]
     assert len(lines) == 1

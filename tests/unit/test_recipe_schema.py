@@ -37,6 +37,7 @@ def test_defaults_are_filled_and_the_dump_reads_back(tmp_path):
     recipe = read_recipe(write(tmp_path, GOOD))
     assert isinstance(recipe.quantize, TrellisPart)
     assert (recipe.quantize.k, recipe.quantize.k_map, recipe.quantize.modules) == (2, {"*.up_proj": 3}, ["mlp"])
+    assert recipe.quantize.fold_channels is False
     assert recipe.calibration is not None
     assert recipe.calibration.rows == 128
     again = tmp_path / "again.yaml"
@@ -62,6 +63,7 @@ def test_defaults_are_filled_and_the_dump_reads_back(tmp_path):
         ("  ldlq: true", "  ldlq: true\n  layout: square", r"line 13: quantize\.layout: Input should be"),
         ("  ldlq: true", "  layout: tile\n  down_axis: in", "down_axis is for layout: axis"),
         ("  ldlq: true", "  fold_channels: true", "fold_channels needs ldlq: true"),
+        ("  ldlq: true", "  ldlq: true\n  fold_channels: null", r"line 13: quantize\.fold_channels: Input should be"),
         ("name: a", "name: 2024-13-45", "not YAML"),
         ("name: a", "name: " + "[" * 20_000, "not YAML"),
         (GOOD, "- 1\n", "expected fields, found list"),

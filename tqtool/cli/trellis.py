@@ -45,12 +45,8 @@ def trellis(
         typer.Option("--layout", help="tile (16x16; the default with --ldlq) or axis (else)."),
     ] = None,
     fold_channels: Annotated[
-        bool | None,
-        typer.Option(
-            "--fold-channels/--no-fold-channels",
-            help="Reorder and rescale MLP channels; the default in tiles with --ldlq.",
-        ),
-    ] = None,
+        bool, typer.Option("--fold-channels", help="Reorder and rescale the channels of each MLP (needs --ldlq).")
+    ] = False,
     down_axis: Annotated[
         str | None,
         typer.Option("--down-axis", help="With --layout axis: code down_proj along out (the default) or in."),

@@ -172,8 +172,6 @@ def fold_channels(
     checkpoint: Checkpoint,
     transform: TransformPlan,
     coded: Sequence[OutputTensor],
-    *,
-    is_asked: bool,
 ) -> tuple[Hessians, TransformPlan]:
     """Reorder the channels of each MLP whose down_proj is coded; Hessians and plan in the new order.
 
@@ -181,7 +179,7 @@ def fold_channels(
     move, what they read does not.
 
     Raises:
-        UserError: there are no Hessians, which say in what order; or it was asked for and no down_proj is coded.
+        UserError: there are no Hessians, which say in what order, or no down_proj is coded.
     """
     if hessians is None:
         raise UserError("--fold-channels needs --ldlq: the order comes from the Hessians")
@@ -192,7 +190,7 @@ def fold_channels(
             weight = np.asarray(checkpoint.tensors[down.source].read(), np.float32)
             norms = np.sqrt(np.einsum("oc,oc->c", weight, weight, dtype=np.float64))  # a rotation of outputs keeps them
             found[path] = choose_channels(norms, hessians.curvature(str(down.module)))
-    if is_asked and not found:
+    if not found:
         raise UserError(
             "--fold-channels does nothing: no down_proj is coded under a Hessian", hint="--modules mlp, or leave it out"
         )

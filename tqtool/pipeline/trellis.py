@@ -54,7 +54,7 @@ class TrellisRequest:
         revision: Of a hub id.
         modules: ``mlp``, ``all`` (every linear layer of the blocks) or globs of module paths.
         layout: ``tile`` or ``axis``; None is ``tile`` with Hessians and ``axis`` without.
-        fold_channels: Reorder and rescale the hidden channels of each MLP; None is yes where tiles meet Hessians.
+        fold_channels: Reorder and rescale the hidden channels of each MLP; needs Hessians.
         down_axis: Dimension along which down_proj is coded if the layout is ``axis``; None is ``out``, the rotated one.
         form: What is stored for a coded module.
         other: Setting of the modules that are not coded; None is ``OTHER``, and ``LOOKUP`` for an untied embedding.
@@ -77,7 +77,7 @@ class TrellisRequest:
     revision: str | None = None
     modules: tuple[str, ...] = ("mlp",)
     layout: Layout | None = None
-    fold_channels: bool | None = None
+    fold_channels: bool = False
     down_axis: Axis | None = None
     form: Form = "packed"
     other: Packed | None = None
@@ -98,13 +98,6 @@ class TrellisRequest:
     def chosen_layout(self) -> Layout:
         """Feedback wants tiles; without it a block lies along the dimension that the rotation has mixed."""
         return self.layout or ("axis" if self.hessians is None else "tile")
-
-    @property
-    def folds_channels(self) -> bool:
-        """True when the MLPs' channels are reordered."""
-        if self.fold_channels is None:
-            return self.hessians is not None and self.chosen_layout == "tile"
-        return self.fold_channels
 
     @property
     def coding(self) -> Coding:
@@ -132,7 +125,7 @@ class TrellisRequest:
             "refit": self.options.refit,
             "modules": list(self.modules),
             "layout": self.chosen_layout,
-            "fold_channels": self.folds_channels,
+            "fold_channels": self.fold_channels,
             "down_axis": None if self.chosen_layout == "tile" else self.down_axis or "out",
             "form": self.form,
             "other": None if self.other is None else packed_entry(self.other),
@@ -158,10 +151,8 @@ def plan_trellis(request: TrellisRequest) -> Job:
     rules = (*default_rules(transform, request.other), *request.rules)
     choices = resolve(transform.outputs, default=other, rules=rules, dtype_of=target.of)
     hessians = _hessians(request, checkpoint, transform)
-    if request.folds_channels:
-        hessians, transform = fold_channels(
-            hessians, checkpoint, transform, coded, is_asked=bool(request.fold_channels)
-        )
+    if request.fold_channels:
+        hessians, transform = fold_channels(hessians, checkpoint, transform, coded)
         coded = coded_modules(transform, request.modules, request.rules)
     quantizers: dict[str, Quantizer] = dict(choices.quantizers)
     coded_names = {output.name for output in coded}

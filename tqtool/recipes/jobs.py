@@ -134,7 +134,7 @@ def _trellis(part: TrellisPart, rate: int | None, common: dict[str, Any]) -> Tre
         options=TrellisOptions(k=k, window=part.window, code=parse_code(part.code), warmup=part.warmup),
         modules=tuple(part.modules),
         layout=part.chosen_layout,
-        fold_channels=part.fold_channels if common["hessians"] is not None else False,
+        fold_channels=part.fold_channels and common["hessians"] is not None,
         down_axis=part.down_axis,
         form=part.form,
         other=other,

@@ -73,9 +73,7 @@ class TrellisPart(_Part):
     layout: Literal["tile", "axis"] | None = Field(
         None, description="Blocks as 16x16 tiles or along an axis; default tile with ldlq, else axis."
     )
-    fold_channels: bool | None = Field(
-        None, description="Reorder and rescale the channels of each MLP; default yes in tiles with ldlq."
-    )
+    fold_channels: bool = Field(False, description="Reorder and rescale the channels of each MLP; needs ldlq.")
     down_axis: Literal["out", "in"] | None = Field(
         None, description="Dimension along which down_proj is coded with layout: axis; default out."
     )
