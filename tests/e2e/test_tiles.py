@@ -18,6 +18,7 @@ from tqtool.calibration.calibrate import CalibrationRequest, calibrate, plan_cal
 from tqtool.errors import UserError
 from tqtool.evals.candidates import open_candidates
 from tqtool.formats.hessians import InputMoments, open_calibration
+from tqtool.pipeline import coding
 
 # Float32, so that what is kept dense is exact; ends of rows lie inside blocks.
 TINY = Tiny(intermediate=192, tied=False, dtype="float32")
@@ -252,20 +253,36 @@ def test_the_loss_of_the_manifest_is_the_loss_in_the_source_s_order(work, code, 
         assert stats["proxy_loss"] == pytest.approx(np.einsum("rc,cd,rd->", error, hessian, error), rel=1e-4)
 
 
-def test_channels_help_where_they_differ(work, code, tmp_path):
+def test_channels_help_where_they_differ(work, code, tmp_path, monkeypatch):
+    """Outlier columns that leave the range of the code cost most of it; taming them is the default in tiles."""
     losses = {}
-    for name, flags in (("with", ("--fold-channels",)), ("without", ())):
+    for name, flags in (("with", ("--fold-channels",)), ("tamed", ()), ("without", ())):
+        if name == "without":  # planted: columns stay as long as they are
+            monkeypatch.setattr(coding, "tame_outliers", lambda norms: None)
         rows = rows_of(code(tmp_path / name, "--ldlq", work / "rotated", "-k", 3, *flags))
         losses[name] = {
             key: row["stats"]["proxy_loss"] for key, row in rows.items() if key.endswith("down_proj.weight")
         }
-    assert all(losses["with"][key] < 0.9 * losses["without"][key] for key in losses["with"])
+    for better in ("with", "tamed"):
+        assert all(losses[better][key] < 0.9 * losses["without"][key] for key in losses[better])
+
+
+def test_outlier_columns_are_tamed_in_tiles(work, code, tmp_path):
+    """With and without Hessians, and only there: rows of up and columns of down say so, gate has nothing to do."""
+    for name, flags, tamed in (
+        ("tile", ("--layout", "tile"), True),
+        ("ldlq", ("--ldlq", work / "rotated"), True),
+        ("axis", ("--layout", "axis"), False),
+    ):
+        rows = rows_of(code(tmp_path / name, "-k", 2, *flags))
+        marked = {key.split(".")[-2] for key, row in rows.items() if any("outliers[" in fold for fold in row["folds"])}
+        assert marked == ({"up_proj", "down_proj"} if tamed else set())
 
 
 def test_gate_and_up_that_stay_affine_follow(work, code, tmp_path):
     """GPTQ of an output does not depend on the others: the same codes, moved; up's scales are multiplied."""
     options = ("--ldlq", work / "rotated", "-k", 3, "--modules", "*.down_proj")
-    plain = code(tmp_path / "plain", *options)
+    plain = code(tmp_path / "plain", *options, "--layout", "axis")  # no columns tamed
     mixed = code(tmp_path / "mixed", *options, "--fold-channels")
     one, two = raw_tensors(plain), raw_tensors(mixed)
     for layer in range(TINY.layers):

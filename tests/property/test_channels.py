@@ -18,7 +18,7 @@ from tqtool.errors import SourceError, UserError
 from tqtool.formats.hessians import InputMoments
 from tqtool.pipeline.calibrated import Hessians, capped, combine, reordered
 from tqtool.transform.apply import apply_folds
-from tqtool.transform.channels import LARGEST_SCALE, choose_channels, mlps, with_channels
+from tqtool.transform.channels import LARGEST_SCALE, choose_channels, mlps, tame_outliers, with_channels
 from tqtool.transform.ops import Channels, FoldChannels, Op, OutputTensor, Role, TransformPlan, op_to_json
 from tqtool.transform.plan import plan_identity, plan_rotation
 
@@ -195,6 +195,24 @@ def test_laws_of_the_choice(norms: list[float], seed: int) -> None:
             == curvature[second] * np.float64(chosen.scale[second]) ** 2
         ):
             assert first < second  # ties keep their order
+
+
+@settings(max_examples=60, deadline=None)
+@given(norms=st.lists(st.one_of(st.just(0.0), positive), min_size=1, max_size=30))
+def test_laws_of_taming(norms: list[float]) -> None:
+    """No live column is longer than twice the median afterwards, no other is touched, nothing moves."""
+    wide = np.array(norms)
+    tamed = tame_outliers(wide)
+    live = wide > 0
+    limit = 2 * np.median(wide[live]) if live.any() else np.inf
+    if tamed is None:
+        assert (wide <= limit * (1 + 2.0**-23)).all()
+        return
+    assert tamed.is_in_order
+    assert (tamed.scale[wide <= limit] == 1).all()
+    after = wide / tamed.scale
+    assert (after[tamed.scale < LARGEST_SCALE] <= limit * (1 + 2.0**-23)).all()
+    assert tame_outliers(np.array([1.0, np.inf, np.nan, 0.0])) is None
 
 
 def test_equal_channels_stay_where_they_are() -> None:

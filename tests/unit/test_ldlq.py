@@ -12,7 +12,7 @@ from tqtool.errors import UserError
 from tqtool.formats.trellis import BLOCK, TrellisSpec, check_closed, spec_for, unpack
 from tqtool.mathx.ldl import block_udu, feedback_gain, proxy_loss, upper_factor
 from tqtool.native import trellis_expand
-from tqtool.solve import ldlq, ldlq_coder
+from tqtool.solve import feedback, ldlq, ldlq_coder
 from tqtool.solve.feedback import GROWTH_LIMIT, code_with_feedback
 from tqtool.solve.hessian import Hessian
 from tqtool.solve.ldlq import LdlqMatrix, ldlq_encode
@@ -238,6 +238,18 @@ def test_what_wanders_off_is_damped_and_at_last_plain(monkeypatch: pytest.Monkey
     assert last.report()[1][-1] == "fell back to the trellis without feedback"
     assert "damping" not in last.report()[0]
     assert np.isfinite(list(last.report()[0].values())).all()  # the manifest takes no others
+
+
+def test_an_attempt_that_scatters_the_weight_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unweighted error is looked at too: with the limit planted below what feedback costs, nothing is accepted."""
+    weight, statistics = gaussian(64, 128), hessian(128)
+    spec = spec_for(weight.shape, k=3, axis=1, tile=True)
+    assert ldlq_encode(NAME, weight, statistics, spec, options()).method == "ldlq"
+    monkeypatch.setattr(feedback, "SPREAD_LIMIT", 1.0)
+    found = ldlq_encode(NAME, weight, statistics, spec, options(dampings=(0.01, 0.03)))
+    assert found.method == "plain"
+    assert [attempt.verdict for attempt in found.attempts] == ["scattered", "scattered"]
+    assert found.report()[1][0].startswith("damping 0.01: scattered")
 
 
 def test_rows_of_zeros_and_threads() -> None:

@@ -6,13 +6,14 @@ along their inputs, writers along their outputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib import resources
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tqtool.errors import UserError
 from tqtool.formats.dtypes import DType
@@ -31,7 +32,7 @@ from tqtool.solve.trellis import (
     TrellisPacked,
 )
 from tqtool.source.checkpoint import Checkpoint
-from tqtool.transform.channels import choose_channels, mlps, with_channels
+from tqtool.transform.channels import choose_channels, mlps, tame_outliers, with_channels
 from tqtool.transform.ops import Channels
 from tqtool.transform.plan import OutputTensor, Role, TransformPlan
 
@@ -183,19 +184,48 @@ def fold_channels(
     """
     if hessians is None:
         raise UserError("--fold-channels needs --ldlq: the order comes from the Hessians")
-    names = {output.name for output in coded}
-    found: dict[str, Channels] = {}
-    for path, down in mlps(transform).items():
-        if down.name in names and hessians.has(down):
-            weight = np.asarray(checkpoint.tensors[down.source].read(), np.float32)
-            norms = np.sqrt(np.einsum("oc,oc->c", weight, weight, dtype=np.float64))  # a rotation of outputs keeps them
-            found[path] = choose_channels(norms, hessians.curvature(str(down.module)))
+    found = {
+        path: choose_channels(norms, hessians.curvature(module))
+        for path, module, norms in _columns(checkpoint, transform, coded)
+        if hessians.has(transform.output(f"{module}.weight"))
+    }
     if not found:
         raise UserError(
             "--fold-channels does nothing: no down_proj is coded under a Hessian", hint="--modules mlp, or leave it out"
         )
-    by_module = {str(down.module): found[path] for path, down in mlps(transform).items() if path in found}
-    return replace(hessians, channels=by_module), with_channels(transform, found)
+    return replace(hessians, channels=_by_down(transform, found)), with_channels(transform, found)
+
+
+def tame_columns(
+    hessians: Hessians | None, checkpoint: Checkpoint, transform: TransformPlan, coded: Sequence[OutputTensor]
+) -> tuple[Hessians | None, TransformPlan]:
+    """Shorten outlier columns of each coded down_proj, and lengthen the rows of up_proj that they read.
+
+    In tiles a row of down_proj has one scale; reads every such down_proj.
+    """
+    found = {
+        path: channels
+        for path, _, norms in _columns(checkpoint, transform, coded)
+        if (channels := tame_outliers(norms)) is not None
+    }
+    if hessians is not None:
+        hessians = replace(hessians, channels=_by_down(transform, found))
+    return hessians, with_channels(transform, found)
+
+
+def _columns(
+    checkpoint: Checkpoint, transform: TransformPlan, coded: Sequence[OutputTensor]
+) -> Iterator[tuple[str, str, NDArray[np.float64]]]:
+    """Path of each MLP whose down_proj is coded, down_proj's module, norms of its columns, which rotations keep."""
+    names = {output.name for output in coded}
+    for path, down in mlps(transform).items():
+        if down.name in names:
+            weight = np.asarray(checkpoint.tensors[down.source].read(), np.float32)
+            yield path, str(down.module), np.sqrt(np.einsum("oc,oc->c", weight, weight, dtype=np.float64))
+
+
+def _by_down(transform: TransformPlan, found: Mapping[str, Channels]) -> dict[str, Channels]:
+    return {str(down.module): found[path] for path, down in mlps(transform).items() if path in found}
 
 
 def packed_config(coded: Sequence[OutputTensor], quantizers: Mapping[str, Quantizer]) -> dict[str, Any]:

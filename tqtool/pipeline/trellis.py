@@ -33,6 +33,7 @@ from tqtool.pipeline.coding import (
     is_coded,
     packed_config,
     stock_model_source,
+    tame_columns,
 )
 from tqtool.pipeline.convert import StoredDtype, packed_entry, plan_transform
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
@@ -135,7 +136,7 @@ class TrellisRequest:
 
 
 def plan_trellis(request: TrellisRequest) -> Job:
-    """Open the source and resolve the whole job; no tensor is read, but down_proj where channels are reordered.
+    """Open the source and resolve the whole job; no tensor is read, but down_proj for its columns' norms in tiles.
 
     Raises:
         UserError: a glob matches nothing, a module cannot be coded, the family cannot be rotated, or an option would
@@ -153,6 +154,9 @@ def plan_trellis(request: TrellisRequest) -> Job:
     hessians = _hessians(request, checkpoint, transform)
     if request.fold_channels:
         hessians, transform = fold_channels(hessians, checkpoint, transform, coded)
+        coded = coded_modules(transform, request.modules, request.rules)
+    elif request.chosen_layout == "tile":
+        hessians, transform = tame_columns(hessians, checkpoint, transform, coded)
         coded = coded_modules(transform, request.modules, request.rules)
     quantizers: dict[str, Quantizer] = dict(choices.quantizers)
     coded_names = {output.name for output in coded}

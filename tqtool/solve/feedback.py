@@ -34,8 +34,13 @@ DAMPINGS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 GROWTH_LIMIT = 4.0
 """Largest scale or target allowed, in units of what the plain coder has."""
 
+SPREAD_LIMIT = 8.0
+"""Largest unweighted squared error allowed, in units of what the plain coder has. Feedback scatters errors into inputs
+that H hardly knows: SmolLM2's layers stay below 3. Where the plain coder clips outliers, the loss falls while the
+weight is lost (Qwen2.5-Coder-0.5B, down_proj of layer 3, before its outlier columns were tamed)."""
+
 Array = NDArray[Any]
-Verdict = Literal["accepted", "indefinite", "diverged", "worse than plain"]
+Verdict = Literal["accepted", "indefinite", "diverged", "scattered", "worse than plain"]
 Result = TypeVar("Result")
 
 
@@ -192,11 +197,19 @@ def accepted_damping(attempts: Sequence[Attempt]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What one pass gave, before it is judged: the result, its growth and its proxy loss on the undamped Hessian."""
+    """What one pass gave, before it is judged.
+
+    Attributes:
+        result: Whatever the caller wants of it.
+        growth: As in ``Attempt``.
+        loss: Proxy loss on the undamped Hessian.
+        spread: Unweighted squared error over that of the plain coder.
+    """
 
     result: Any
     growth: float
     loss: float
+    spread: float = 1.0
 
 
 def first_sound(
@@ -206,7 +219,7 @@ def first_sound(
     dampings: Sequence[float],
     plain_loss: float,
 ) -> tuple[Trial | None, tuple[Attempt, ...]]:
-    """Try ``run`` at each damping until growth is within ``GROWTH_LIMIT`` and the loss not above ``plain_loss``.
+    """Try ``run`` at each damping until growth and spread are within limits and the loss not above ``plain_loss``.
 
     Returns:
         The trial taken, None if none was sound, and every attempt in order.
@@ -222,6 +235,8 @@ def first_sound(
         verdict: Verdict = "accepted"
         if not trial.growth <= GROWTH_LIMIT:
             verdict = "diverged"
+        elif trial.spread > SPREAD_LIMIT:
+            verdict = "scattered"
         elif trial.loss > plain_loss:
             verdict = "worse than plain"
         attempts.append(Attempt(damping=damping, verdict=verdict, growth=trial.growth, loss=trial.loss))

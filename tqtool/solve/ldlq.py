@@ -73,8 +73,8 @@ class LdlqMatrix:
 def ldlq_encode(name: str, weight: Floats, hessian: Hessian, spec: TrellisSpec, options: LdlqOptions) -> LdlqMatrix:
     """Code ``weight [out, in]`` (not written) as ``spec`` says under ``hessian [in, in]``.
 
-    The plain trellis is coded first: it is what the result must beat. An attempt whose
-    targets reach 4 times the weight's own peak has diverged.
+    The plain trellis is coded first: it is what the result must beat. An attempt whose targets reach 4 times the
+    weight's own peak has diverged; one whose unweighted error is 8 times the plain trellis's has scattered it.
 
     Raises:
         UserError: The Hessian has another width.
@@ -104,7 +104,9 @@ def ldlq_encode(name: str, weight: Floats, hessian: Hessian, spec: TrellisSpec, 
             fitted_loss = proxy_loss(_served(words, fitted, spec) - weight, hessian.matrix)
             scales, loss = (fitted, fitted_loss) if fitted_loss < loss else (scales, loss)
         refitted = int(np.count_nonzero(scales != coder.scales))
-        return Trial(result=(words, scales, headroom, refitted), growth=growth, loss=loss)
+        scattered = float(np.sum(np.square(done.error), dtype=np.float64))
+        spread = scattered / plain.squared_error if plain.squared_error else 1.0
+        return Trial(result=(words, scales, headroom, refitted), growth=growth, loss=loss, spread=spread)
 
     trial, attempts = first_sound(ordered, run, dampings=options.dampings, plain_loss=plain_loss)
     headroom, refitted = 1.0, 0

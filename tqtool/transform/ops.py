@@ -139,6 +139,11 @@ class Channels:
         """Names the content."""
         return hashlib.sha256(self.order.astype("<i4").tobytes() + self.scale.astype("<f4").tobytes()).hexdigest()
 
+    @property
+    def is_in_order(self) -> bool:
+        """True when channels are scaled and stay where they are."""
+        return bool(np.array_equal(self.order, np.arange(len(self.order))))
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Channels) and self.sha256 == other.sha256
 
@@ -161,7 +166,11 @@ class FoldChannels:
     is_scaled: bool
 
     def __str__(self) -> str:
-        what = f"channels[{self.channels.sha256[:8]}] by curvature" + (", of equal norm" if self.is_scaled else "")
+        name = self.channels.sha256[:8]
+        if self.channels.is_in_order:
+            what = f"outliers[{name}] tamed"
+        else:
+            what = f"channels[{name}] by curvature" + (", of equal norm" if self.is_scaled else "")
         return f"· {what}" if self.axis == "input" else f"{what} ·"
 
 
