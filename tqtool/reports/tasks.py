@@ -81,7 +81,7 @@ def require_alike(results: Sequence[TaskResult]) -> tuple[dict[str, Any], ...]:
     """
     first: dict[str, TaskResult] = {}
     for result in results:
-        for task in {task for task, _ in result.outcomes.values()}:
+        for task in sorted({task for task, _ in result.outcomes.values()}):
             other = first.setdefault(task, result)
             if (other.items_sha256, other.settings) != (result.items_sha256, result.settings):
                 raise UserError(
