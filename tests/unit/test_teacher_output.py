@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.interrupt import interruptions
 from tqtool.artifact.output import check_writable, clear_leftovers, whole_file
 from tqtool.errors import ArtifactError, NumericalError
 
@@ -99,6 +100,20 @@ def test_the_first_error_is_the_one_that_is_told(tmp_path, monkeypatch, error):
         fail()
     monkeypatch.undo()
     assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files struck while opening
+def test_a_signal_at_any_moment_leaves_nothing_or_all_of_it(tmp_path):
+    def write():
+        with whole_file(tmp_path / "d") as (file, _):
+            file.write(b"whole")
+
+    struck = 0
+    for place in interruptions(write, "output.py", "pathlib.py"):
+        struck += 1
+        assert [path.name for path in tmp_path.iterdir()] in ([], ["d"]), place
+        (tmp_path / "d").unlink(missing_ok=True)
+    assert struck > 30
 
 
 def test_a_full_disk_has_its_hint(tmp_path):

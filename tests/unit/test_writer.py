@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.support.interrupt import interruptions
 from tests.support.tensors import all_files, raw_tensors
 from tqtool.artifact import leftovers as leftovers_module
 from tqtool.artifact import writer as writer_module
@@ -312,6 +314,47 @@ def test_an_overwrite_whose_last_step_fails_puts_the_old_one_back(
     with pytest.raises(ArtifactError, match="out: cannot be written: no"):
         write_all(out, planned(2), overwrite=True)
     assert all_files(tmp_path) == {f"out/{MANIFEST_NAME}": b"old"}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files struck while opening
+def test_a_signal_at_any_moment_leaves_nothing_or_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # hundreds of artifacts
+    tensors = planned(3, 5)
+    out = tmp_path / "out"
+    struck = whole = 0
+    for place in interruptions(lambda: write_all(out, tensors), "writer.py", "leftovers.py", "pathlib.py"):
+        struck += 1
+        found = only_entry(tmp_path)
+        assert found in ([], ["out"]), place
+        if found:  # struck after the rename
+            whole += 1
+            assert len(load_file(out / "model.safetensors")) == 2
+            shutil.rmtree(out)
+    assert struck > 100
+    assert 0 < whole < struck
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files struck while opening
+def test_a_signal_at_any_moment_of_an_overwrite_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # hundreds of overwrites
+    out = tmp_path / "out"
+
+    def write(text: bytes) -> None:
+        with ArtifactWriter(out, planned(2), overwrite=True) as writer:
+            writer.write("t0", np.zeros(2, np.float32))
+            writer.add_bytes(MANIFEST_NAME, text)
+            writer.commit()
+
+    write(b"old")
+    seen = set()
+    for place in interruptions(lambda: write(b"new"), "writer.py", "leftovers.py", "pathlib.py"):
+        assert all(name == "out" or ".replaced-" in name for name in only_entry(tmp_path)), place
+        clear_leftovers(out)
+        assert only_entry(tmp_path) == ["out"], place
+        assert len(load_file(out / "model.safetensors")) == 1, place
+        seen.add((out / MANIFEST_NAME).read_bytes())
+        write(b"old")
+    assert seen == {b"old", b"new"}
 
 
 def test_an_overwrite_keeps_what_another_put_there_meanwhile(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Literal
@@ -57,24 +58,34 @@ class Hold:
 
     def release(self) -> None:
         """Let go; harmless when done twice."""
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+    __del__ = release  # a run that was interrupted while it let go
 
 
 def make_partial(out: Path) -> tuple[Path, Hold | None]:
-    """A new folder for the writer of ``out``, held; without a hold where the file system has no locks."""
+    """A new folder for the writer of ``out``, held; without a hold where the file system has no locks.
+
+    Whatever is raised in here, a signal's exit too, the folder is gone then: nobody else knows of it yet.
+    """
     for path in _names(out, "partial"):
         try:
             path.mkdir()
-        except FileExistsError:
-            continue  # of another writer with our number
-        try:
             hold = Hold.take(path)
+            if hold is not None:  # else someone who clears leftovers was faster
+                return path, hold
+        except FileExistsError:
+            pass  # of another writer with our number
         except OSError:
-            return path, None
-        if hold is not None:  # else someone who clears leftovers was faster
-            return path, hold
+            if path.is_dir():
+                return path, None
+            raise
+        except BaseException:
+            with suppress(OSError):
+                path.rmdir()
+            raise
     raise AssertionError("names do not run out")
 
 

@@ -80,12 +80,17 @@ def clear_leftovers(out: Path) -> tuple[str, ...]:
 def _open_locked(out: Path) -> tuple[Path, IO[bytes]]:
     while True:
         partial = _partial(out)
-        file = partial.open("xb")
-        # Without locks (some network disks) nobody can take this one either, so nobody removes the file.
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file.fileno()).st_nlink:
-            return partial, file
+        try:
+            file = partial.open("xb")
+            # Without locks (some network disks) nobody can take this one either, so nobody removes the file.
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file.fileno()).st_nlink:
+                return partial, file
+        except BaseException:  # a signal's exit: nobody else knows of the file yet
+            with suppress(OSError):
+                partial.unlink()
+            raise
         file.close()  # another run took it for a leftover between the two calls
 
 

@@ -114,15 +114,19 @@ class ArtifactWriter:
             self.notes.append(
                 f"stock mlx-lm takes *, ? and [ in {self.out} for a pattern: rename, or run it there with --model ."
             )
-        with disk_errors(self.out):
-            self._partial, self._hold = make_partial(self.out)
+        try:
+            with disk_errors(self.out):
+                self._partial, self._hold = make_partial(self.out)
+        except BaseException:  # a signal's exit: Python calls __exit__ only for an __enter__ that returned
+            self._discard()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._hasher.shutdown()
         try:
+            self._hasher.shutdown()
             if self._file is not None:
                 self._file.close()
         except OSError:
@@ -130,10 +134,14 @@ class ArtifactWriter:
             if value is None:
                 raise
         finally:
-            if not self._committed:
-                shutil.rmtree(self.folder, ignore_errors=True)
-            if self._hold is not None:
-                self._hold.release()
+            self._discard()
+
+    def _discard(self) -> None:
+        """Let go of the folder; if it has not got its final name, remove it."""
+        if self._partial is not None and not self._committed:
+            shutil.rmtree(self._partial, ignore_errors=True)
+        if self._hold is not None:
+            self._hold.release()
 
     def write(self, name: str, array: NDArray[Any]) -> None:
         """Append the next planned tensor; anything but that tensor is an ArtifactError."""
@@ -217,8 +225,8 @@ class ArtifactWriter:
             self.out.rename(old)
             try:
                 self.folder.rename(self.out)
-            except OSError:
-                with suppress(OSError):
+            except BaseException:
+                with suppress(OSError):  # refused if the new one has the name already
                     old.rename(self.out)
                 raise
             shutil.rmtree(old)
