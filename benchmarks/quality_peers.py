@@ -93,7 +93,7 @@ def awq(source: Path, out: Path, rows: np.ndarray, settings: Settings) -> Facts:
 
     model, tokenizer, config, dtype = open_float32(source)
     if config["model_type"] not in AWQ_MODEL_CONFIGS:
-        raise NotImplementedError(f"mlx_lm.quant.awq has no entry for {config['model_type']}")
+        raise SystemExit(f"mlx_lm.quant.awq has no entry for {config['model_type']}")
     awq_quantize(
         model,
         mx.array(rows),

@@ -10,11 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.support.calibrations import calibrate_rows, write_words
 from tests.support.command import Answer, run
 from tests.support.tensors import raw_tensors
 from tests.support.tiny_models import Tiny, write_tiny, write_weights
 from tqtool.artifact.verify import verify_artifact
-from tqtool.calibration.calibrate import CalibrationRequest, calibrate, plan_calibration
 from tqtool.formats.dtypes import DType
 from tqtool.formats.hessians import InputMoments, open_calibration
 from tqtool.pipeline.calibrated import capped, combine
@@ -28,18 +28,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A source and its calibrations: ``plain`` and ``rotated``."""
     folder = tmp_path_factory.mktemp("gptq")
     write_tiny(folder / "source", TINY)
-    words = np.random.default_rng(0).integers(3, 320, 1500)
-    (folder / "text.txt").write_text("\n".join(f"w{word}" for word in words))
-    for name, seed in (("plain", None), ("rotated", 42)):
-        request = CalibrationRequest(
-            source=str(folder / "source"),
-            out=folder / name,
-            text=folder / "text.txt",
-            rows=12,
-            context=100,
-            rotation_seed=seed,
-        )
-        calibrate(plan_calibration(request))
+    write_words(folder / "text.txt", 1500)
+    calibrate_rows(folder, "plain", rotation_seed=None)
+    calibrate_rows(folder, "rotated", rotation_seed=42)
     return folder
 
 

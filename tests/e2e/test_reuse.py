@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.calibrations import calibrate_rows, write_words
 from tests.support.command import run
 from tests.support.tensors import all_files
 from tests.support.tiny_models import Tiny, write_tiny, write_weights
-from tqtool.calibration.calibrate import CalibrationRequest, calibrate, plan_calibration
 from tqtool.pipeline import calibrated
 from tqtool.solve import trellis as solver
 
@@ -22,13 +22,9 @@ TINY = Tiny(layers=2, tied=False)
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reuse")
     write_tiny(folder / "source", TINY)
-    (folder / "text.txt").write_text("\n".join(f"w{3 + 7 * index % 317}" for index in range(1500)))
-    for seed in (None, 42):
-        out = folder / ("plain" if seed is None else "rotated")
-        request = CalibrationRequest(
-            source=str(folder / "source"), out=out, text=folder / "text.txt", rows=6, context=100, rotation_seed=seed
-        )
-        calibrate(plan_calibration(request))
+    write_words(folder / "text.txt", 1500)
+    calibrate_rows(folder, "plain", rotation_seed=None, rows=6)
+    calibrate_rows(folder, "rotated", rotation_seed=42, rows=6)
     return folder
 
 

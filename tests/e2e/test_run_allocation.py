@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.calibrations import write_words
 from tests.support.command import Answer, run
 from tests.support.tensors import raw_tensors
 from tests.support.tiny_models import Tiny, write_tiny
@@ -53,8 +54,7 @@ ROUNDING = 1e-13
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("allocation")
     write_tiny(folder / "source", Tiny(layers=2, tied=False))
-    rng = random.Random(0)
-    (folder / "text.txt").write_text("\n".join(f"w{rng.randrange(3, 320)}" for _ in range(1200)))
+    write_words(folder / "text.txt", 1200)
     (folder / "copy.txt").write_text((folder / "text.txt").read_text() + " w5")  # another file, the same start
     (folder / "trellis.yaml").write_text(TRELLIS.format(work=folder))
     (folder / "convert.yaml").write_text(CONVERT.format(work=folder))

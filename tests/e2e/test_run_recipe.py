@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.calibrations import write_words
 from tests.support.command import run
 from tests.support.tensors import raw_tensors
 from tests.support.tiny_models import Tiny, write_tiny
@@ -24,8 +25,7 @@ ROOT = Path(__file__).parents[2]
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recipes")
     write_tiny(folder / "source", Tiny(layers=3, tied=False))
-    rng = random.Random(0)
-    (folder / "text.txt").write_text("\n".join(f"w{rng.randrange(3, 320)}" for _ in range(2500)))
+    write_words(folder / "text.txt", 2500)
     return folder
 
 

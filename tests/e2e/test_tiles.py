@@ -11,10 +11,10 @@ import pytest
 
 from tests.e2e.test_trellis import config_of, expanded
 from tests.oracles.decoder import forward
+from tests.support.calibrations import calibrate_rows, write_words
 from tests.support.command import Answer, run
 from tests.support.tensors import all_files, raw_tensors
 from tests.support.tiny_models import Tiny, write_tiny, write_weights
-from tqtool.calibration.calibrate import CalibrationRequest, calibrate, plan_calibration
 from tqtool.errors import UserError
 from tqtool.evals.candidates import open_candidates
 from tqtool.formats.hessians import InputMoments, open_calibration
@@ -45,18 +45,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiles")
     write_tiny(folder / "source", TINY)
     write_weights(folder / "source", uneven(TINY))
-    words = np.random.default_rng(0).integers(3, 320, 1500)
-    (folder / "text.txt").write_text("\n".join(f"w{word}" for word in words))
-    for name, seed, rows in (("plain", None, 12), ("rotated", 42, 12), ("short", 42, 5)):
-        request = CalibrationRequest(
-            source=str(folder / "source"),
-            out=folder / name,
-            text=folder / "text.txt",
-            rows=rows,
-            context=100,
-            rotation_seed=seed,
-        )
-        calibrate(plan_calibration(request))
+    write_words(folder / "text.txt", 1500)
+    calibrate_rows(folder, "plain", rotation_seed=None)
+    calibrate_rows(folder, "rotated", rotation_seed=42)
+    calibrate_rows(folder, "short", rotation_seed=42, rows=5)
     return folder
 
 
