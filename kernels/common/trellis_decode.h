@@ -1,4 +1,4 @@
-// The one decode rule of format v1 (docs/formats/trellis.md), in the C subset that C++, CUDA and Metal share.
+// The one decode rule of the trellis format, versions 1 and 2 (docs/formats/trellis.md), in the C subset that C++, CUDA and Metal share.
 //
 // A block holds T symbols of k bits in T*k/32 little-endian 32-bit words; the symbol of step t lies at bit (T-1-t)*k. Time runs backwards
 // so that the window of L bits which starts there, wrapping at the end of the block, IS the state of step t: any weight decodes
