@@ -103,6 +103,12 @@ def test_a_model_that_ends_at_once_has_that_rate_and_no_right_answers(tqtool: An
         assert rates == {"exact_match": (0, 3), "instant_eos": (3, 3), "truncated": (0, 3)}
 
 
+def test_an_answer_of_items_has_256_new_tokens_unless_told(tqtool: Any) -> None:
+    done = tqtool("tasks", "eos", "--items", "chat.jsonl", "--format", "templated", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["settings"]["max_tokens"] == 256
+
+
 def test_the_report_states_model_items_settings_and_every_outcome(results: Path, work: Path) -> None:
     import hashlib
 

@@ -217,6 +217,7 @@ def test_options_that_do_not_go_together_are_refused(tqtool, tmp_path):
         (("--items", "x", "--lm-eval", "y"), "expected either"),
         (("--items", "x", "--include", tmp_path), "expected either"),
         (("--lm-eval", "y", "--against", tmp_path / "b.json"), "--against pairs results of --items"),
+        (("--lm-eval", "y", "--max-tokens", 256), "--max-tokens 256 with --lm-eval does nothing"),
         (("--lm-eval", " , "), "expected names of tasks"),
         (("--lm-eval", "y", "--limit", 0), "a limit of at least 1"),
     ):

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from tqtool.evals.tasks import TaskReport
 
 
+MAX_TOKENS = 256
+"""New tokens of an answer unless ``--max-tokens`` says otherwise."""
+
+
 class FormatChoice(StrEnum):
     """How items become text."""
 
@@ -35,7 +39,9 @@ def tasks(
     include: Path | None = typer.Option(None, "--include", help="Folder with task files of your own (--lm-eval)."),
     format_: FormatChoice = typer.Option(FormatChoice.BOTH, "--format", help="Chat template, plain text, or both."),
     limit: int | None = typer.Option(None, "--limit", help="Only the first N items."),
-    max_tokens: int = typer.Option(256, "--max-tokens", "-m", help="Upper limit of new tokens of an answer."),
+    max_tokens: int | None = typer.Option(
+        None, "--max-tokens", "-m", help="Upper limit of new tokens of an answer of --items [256]."
+    ),
     out: Path | None = typer.Option(None, "--out", "-o", help="Write the result with every outcome here (JSON)."),
     against: Path | None = typer.Option(None, "--against", help="Pair with this result of another model."),
     force: bool = typer.Option(False, "--force", help="Replace OUT."),
@@ -59,7 +65,7 @@ def tasks(
     from tqtool.evals.tasks import FORMATS, plan_settings, run_tasks
 
     chosen = FORMATS if format_ is FormatChoice.BOTH else tuple(name for name in FORMATS if name == format_.value)
-    _require_one_kind(items, harness, include, against)
+    _require_one_kind(items, harness, include, against, max_tokens)
     if harness is not None:
         _harness(model, harness, chosen, limit, include, _Target(out=out, force=force), compute, as_json=as_json)
         return
@@ -67,7 +73,7 @@ def tasks(
     if out is not None:
         check_target(out, replace=force)
     file = open_items(items).first(limit)
-    settings = plan_settings(file, chosen, max_tokens)
+    settings = plan_settings(file, chosen, MAX_TOKENS if max_tokens is None else max_tokens)
     other = None if against is None else read_result(against)
     if other is not None:
         check_pairable(other, items_sha256=file.sha256, settings=settings_json(settings), name="this run")
@@ -86,13 +92,20 @@ def tasks(
         _emit_comparison(comparison)
 
 
-def _require_one_kind(items: str | None, harness: str | None, include: Path | None, against: Path | None) -> None:
+def _require_one_kind(
+    items: str | None, harness: str | None, include: Path | None, against: Path | None, max_tokens: int | None
+) -> None:
     from tqtool.errors import UserError
 
     if (items is None) == (harness is None) or (include is not None and harness is None):
         raise UserError("expected either --items FILE, or --lm-eval TASK with its --include")
     if harness is not None and against is not None:
         raise UserError("--against pairs results of --items; those of --lm-eval are not kept by item")
+    if harness is not None and max_tokens is not None:
+        raise UserError(
+            f"--max-tokens {max_tokens} with --lm-eval does nothing: each task of the harness has its own limit",
+            hint="leave it out; a task file of your own (--include) sets generation_kwargs: max_gen_toks",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
