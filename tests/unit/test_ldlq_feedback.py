@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from tests.oracles import gptq as oracle
+from tests.oracles.udu import block_udu
 from tqtool.errors import NumericalError
 from tqtool.mathx import ldl
-from tqtool.mathx.ldl import UpperFactor, block_udu, proxy_loss, row_losses, upper_factor
+from tqtool.mathx.ldl import UpperFactor, proxy_loss, row_losses, upper_factor
 from tqtool.solve import feedback
 from tqtool.solve.feedback import Piece, Step, code_with_feedback
 
@@ -56,12 +57,14 @@ def by_oracle(weight: np.ndarray, matrix: np.ndarray, block: int) -> np.ndarray:
 @pytest.mark.parametrize(("width", "block"), [(1, 1), (7, 1), (40, 16), (50, 16), (50, 7), (50, 50), (50, 64)])
 def test_blocks_of_the_factor(width: int, block: int) -> None:
     matrix = hessian(width)
+    factor = upper_factor(matrix)
     unit, blocks = block_udu(matrix, block)
     dense = np.zeros_like(matrix)
     for index, curvature in enumerate(blocks):
         start, stop = index * block, index * block + len(curvature)
         dense[start:stop, start:stop] = curvature
-        np.testing.assert_array_equal(unit[start:, start:stop], np.eye(width)[start:, start:stop])
+        np.testing.assert_allclose(factor.feedback(start, stop), unit[:start, start:stop], rtol=CLOSE, atol=CLOSE)
+        np.testing.assert_allclose(factor.curvature(start, stop), curvature, rtol=CLOSE, atol=CLOSE)
         # The Schur complement of everything after the block: what an error there costs if all others move freely.
         np.testing.assert_allclose(curvature, schur(matrix, start, stop), rtol=CLOSE, atol=CLOSE)
     np.testing.assert_allclose(unit @ dense @ unit.T, matrix, rtol=0, atol=1e-12 * np.abs(matrix).max() * width)

@@ -87,25 +87,15 @@ def upper_factor(matrix: NDArray[np.floating]) -> UpperFactor:
     return UpperFactor(root=root)
 
 
-def block_udu(matrix: NDArray[np.floating], width: int) -> tuple[NDArray[np.float64], tuple[NDArray[np.float64], ...]]:
-    """U ``[n, n]`` and the blocks D_k of a symmetric matrix, cut every ``width`` columns, the last block ragged."""
-    factor = upper_factor(matrix)
-    n = factor.width
-    unit = np.eye(n)
-    blocks = []
-    for start in range(0, n, width):
-        stop = min(start + width, n)
-        unit[:start, start:stop] = factor.feedback(start, stop)
-        blocks.append(factor.curvature(start, stop))
-    return unit, tuple(blocks)
-
-
 def feedback_gain(factor: UpperFactor, width: int) -> float:
     """Variance of what feedback adds to a weight, in units of the coder's own error, mean over columns.
 
     With blocks of ``width`` columns and a coder whose errors e are white, the errors that are fed forward are
-    ``E = e·U⁻¹``, the feedback is ``E·(U − I) = e·(I − U⁻¹)``, and the gain is ``‖I − U⁻¹‖² / n``. The norm is found
-    with ``GAIN_PROBES`` vectors of signs (Hutchinson), within √(2 / probes / n).
+    ``E = e·U⁻¹``, the feedback is ``E·(U − I) = e·(I − U⁻¹)``, and the gain is ``‖I − U⁻¹‖² / n = tr A / n`` with
+    ``A = (I − U⁻¹)·(I − U⁻¹)ᵀ``. The trace is found with ``GAIN_PROBES`` vectors z of signs (Hutchinson): zᵀ·A·z has
+    mean tr A and variance ``2·Σ_{i≠j} A_ij²``, since the diagonal meets z_i² = 1. The relative standard deviation is
+    thus at most ``√(2 / probes)·‖A‖_F / tr A``, which is what Gaussian z would have: ``√(2 / probes / n)`` if all
+    singular values were equal, more where few of them lead.
     """
     from scipy.linalg import solve_triangular  # when used, as above
 
