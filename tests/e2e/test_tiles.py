@@ -1,4 +1,4 @@
-"""``trellis --ldlq`` in tiles and along an axis, with and without reordered channels, in all forms; what is refused."""
+"""``trellis --ldlq`` in tiles and along an axis, with and without reordered channels, in all forms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.oracles.decoder import forward
 from tests.support.calibrations import calibrate_rows, write_words
 from tests.support.command import Answer, run
 from tests.support.tensors import all_files, raw_tensors
-from tests.support.tiny_models import Tiny, write_tiny, write_weights
+from tests.support.tiny_models import Tiny, uneven, write_tiny, write_weights
 from tqtool.errors import UserError
 from tqtool.evals.candidates import open_candidates
 from tqtool.formats.hessians import InputMoments, open_calibration
@@ -25,18 +25,6 @@ TINY = Tiny(intermediate=192, tied=False, dtype="float32")
 RAGGED = Tiny(intermediate=184, tied=False, dtype="float32", layers=1)
 TOKENS = [[5, 9, 31, 7, 7, 200, 3, 11]]
 FORMS = {"packed": (), "fake": ("--fake-quant",), "carrier": ("--carrier",)}
-
-
-def uneven(tiny: Tiny) -> dict[str, np.ndarray]:
-    """Weights whose hidden channels differ by far, as those of trained models do."""
-    tensors, rng = tiny.tensors(), np.random.default_rng(5)
-    for layer in range(tiny.layers):
-        stem = f"model.layers.{layer}.mlp"
-        for name, axis in (("up_proj", 0), ("down_proj", 1)):
-            spread = np.exp(rng.normal(0, 1, tiny.intermediate)).astype(np.float32)
-            weight = tensors[f"{stem}.{name}.weight"]
-            weight *= np.expand_dims(spread, 1 - axis)
-    return tensors
 
 
 @pytest.fixture(scope="module")
@@ -370,38 +358,3 @@ def test_artifacts_of_other_channels_are_no_candidates(work, code, tmp_path):
         other = code(tmp_path / name, "-k", 3, *options)
         with pytest.raises(UserError, match=r"mlp\..*_proj is folded in another way"):
             open_candidates([two, other])
-
-
-# ------------------------------------------------------------------------------------------------- what is refused
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--fold-channels",), "--fold-channels needs --ldlq"),
-        (("--fold-channels", "--layout", "tile"), "--fold-channels needs --ldlq"),
-        (("--fold-channels", "--modules", "*.q_proj", "--ldlq"), "no down_proj is coded under a Hessian"),
-        (("--layout", "tile", "--down-axis", "in"), "--down-axis with tiles does nothing"),
-        (("--down-axis", "out", "--ldlq"), "--down-axis with tiles does nothing"),
-        (("--layout", "square"), "--layout 'square': expected tile or axis"),
-    ],
-)
-def test_what_would_do_nothing_is_refused(work, trellis, tmp_path, arguments, message):
-    arguments = (*arguments, work / "rotated") if arguments[-1] == "--ldlq" else arguments
-    answer = trellis(tmp_path / "out", *arguments)
-    assert (answer.code, message in answer.err) == (2, True), answer.err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_axis_for_the_axis_layout(work, trellis, tmp_path):
-    for axis, label in (("in", "axis1"), ("out", "axis0")):
-        options = ("--layout", "axis", "--down-axis", axis, "--ldlq", work / "rotated", "--dry-run", "--json")
-        answer = trellis(tmp_path / "out", *options)
-        labels = {row["module"]: row["quantizer"] for row in json.loads(answer.out)["rows"] if row["module"]}
-        assert labels["model.layers.1.mlp.down_proj"] == f"ldlq trellis k3 mul1 {label}"
-
-
-def test_the_plan_names_channels_once_for_all_layers(work, trellis, tmp_path):
-    answer = trellis(tmp_path / "out", "--ldlq", work / "rotated", "--fold-channels", "--dry-run")
-    assert answer.code == 0, answer.err
-    lines = [line for line in answer.out.splitlines() if "model.layers.*.mlp.down_proj" in line]
-    assert len(lines) == 1
-    assert "channels[n]" in answer.out

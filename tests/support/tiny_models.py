@@ -88,6 +88,18 @@ class Tiny:
         return tensors
 
 
+def uneven(tiny: Tiny) -> dict[str, NDArray[Any]]:
+    """Weights whose hidden channels differ by far, as those of trained models do."""
+    tensors, rng = tiny.tensors(), np.random.default_rng(5)
+    for layer in range(tiny.layers):
+        stem = f"model.layers.{layer}.mlp"
+        for name, axis in (("up_proj", 0), ("down_proj", 1)):
+            spread = np.exp(rng.normal(0, 1, tiny.intermediate)).astype(np.float32)
+            weight = tensors[f"{stem}.{name}.weight"]
+            weight *= np.expand_dims(spread, 1 - axis)
+    return tensors
+
+
 def write_tiny(folder: Path, tiny: Tiny | None = None, *, tokenizer: bool = True) -> Path:
     """Write the checkpoint of ``tiny`` to ``folder`` with config, weights, tokenizer, generation config, licence."""
     tiny = tiny or Tiny()

@@ -16,7 +16,7 @@ from tqtool.transform.ops import FoldChannels
 from tqtool.transform.plan import OutputTensor
 
 _LAYER = re.compile(r"\.\d+\.")
-_OF_ONE_LAYER = re.compile(r"(?<=lane )\d+|(?<=channels\[)[0-9a-f]+")
+_OF_ONE_LAYER = re.compile(r"(?<=lane )\d+|(?<=(?:channels|outliers)\[)[0-9a-f]+")
 
 BASE_MEMORY_BYTES = 80 << 20
 """Interpreter, numpy and MLX: measured 75 MB, see tests/e2e/test_convert_limits.py."""
