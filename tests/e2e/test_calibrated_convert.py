@@ -17,7 +17,7 @@ from tests.support.tiny_models import Tiny, write_tiny, write_weights
 from tqtool.artifact.verify import verify_artifact
 from tqtool.formats.dtypes import DType
 from tqtool.formats.hessians import InputMoments, open_calibration
-from tqtool.pipeline.calibrated import capped, combine
+from tqtool.pipeline.calibrated import LONGEST_SINK, capped, combine
 from tqtool.solve.gptq import GptqOptions, gptq_quantize
 
 TINY = Tiny(layers=2, tied=False)
@@ -74,8 +74,8 @@ def test_the_bytes_are_those_of_the_solver_under_that_modules_hessian(work, conv
     assert convert(tmp_path / "out", *arguments).code == 0
     stored = raw_tensors(tmp_path / "out")
     moments = open_calibration(work / "plain").moments("model.layers.1.mlp.down_proj")
-    usual = np.sqrt(np.trace(moments.matrix.astype(float)))
-    sinks = [sink * min(1, usual / np.linalg.norm(sink)) for sink in moments.sinks.astype(float)]
+    longest = LONGEST_SINK * np.sqrt(np.trace(moments.matrix.astype(float)))
+    sinks = [sink * min(1, longest / np.linalg.norm(sink)) for sink in moments.sinks.astype(float)]
     rows = moments.rows * moments.matrix.astype(float) + 8 * sum(np.outer(sink, sink) for sink in sinks)
     moments = capped(moments)
     hessian = combine(moments, sink_weight=8)

@@ -18,12 +18,13 @@ from tests.support.tiny_models import Tiny, uneven, write_tiny, write_weights
 from tqtool.errors import UserError
 from tqtool.evals.candidates import open_candidates
 from tqtool.formats.hessians import InputMoments, open_calibration
-from tqtool.pipeline import coding
+from tqtool.pipeline import calibrated, coding
 
 # Float32, so that what is kept dense is exact; ends of rows lie inside blocks.
 TINY = Tiny(intermediate=192, tied=False, dtype="float32")
 RAGGED = Tiny(intermediate=184, tied=False, dtype="float32", layers=1)
 TOKENS = [[5, 9, 31, 7, 7, 200, 3, 11]]
+KINDS = ("channels[", "outliers[")
 FORMS = {"packed": (), "fake": ("--fake-quant",), "carrier": ("--carrier",)}
 
 
@@ -165,10 +166,10 @@ def test_tiles_need_no_hessians_and_reach_into_the_last_channel(work, trellis, c
 
 # ------------------------------------------------------------------------------------------------- the fold itself
 def shortened_sinks(moments: InputMoments) -> np.ndarray:
-    """Sinks that are longer than an ordinary row is in the root mean square, shortened to it."""
+    """Sinks that are longer than two ordinary rows in the root mean square, shortened to that."""
     sinks = moments.sinks.astype(float)
-    usual = np.sqrt(np.sum(np.diag(moments.matrix).astype(float)))
-    return np.stack([sink * min(1, usual / np.linalg.norm(sink)) for sink in sinks])
+    longest = 2 * np.sqrt(np.sum(np.diag(moments.matrix).astype(float)))
+    return np.stack([sink * min(1, longest / np.linalg.norm(sink)) for sink in sinks])
 
 
 def expected_channels(work: Path, basis: str, layer: int) -> tuple[np.ndarray, np.ndarray]:
@@ -245,6 +246,22 @@ def test_channels_help_where_they_differ(work, code, tmp_path, monkeypatch):
         }
     for better in ("with", "tamed"):
         assert all(losses[better][key] < 0.9 * losses["without"][key] for key in losses[better])
+
+
+def test_where_a_sink_is_massive_the_order_stays(work, trellis, tmp_path, monkeypatch):
+    """The longest sinks of layer 0 are 1.7 ordinary rows long, those of layer 1 2.6: between them only one is kept."""
+    monkeypatch.setattr(calibrated, "MASSIVE", 2.0)
+    answer = trellis(tmp_path / "out", "-k", 2, "--ldlq", work / "rotated", "--fold-channels")
+    assert "note: 1 of 2 MLPs keep the order of their channels: their sinks are massive" in answer.err
+    folds = {
+        key: row["folds"] for key, row in rows_of(tmp_path / "out").items() if key.endswith("mlp.down_proj.weight")
+    }
+    found = [[kind in str(folds[f"model.layers.{n}.mlp.down_proj.weight"]) for n in (0, 1)] for kind in KINDS]
+    assert found == [[True, False], [False, True]]  # tamed instead, as without the option
+    monkeypatch.setattr(calibrated, "MASSIVE", 1.0)
+    answer = trellis(tmp_path / "none", "-k", 2, "--ldlq", work / "rotated", "--fold-channels")
+    assert answer.code == 2
+    assert "--fold-channels does nothing: no down_proj is coded under a Hessian without massive sinks" in answer.err
 
 
 def test_outlier_columns_are_tamed_in_tiles(work, code, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from tqtool.formats.dtypes import DType
 from tqtool.formats.hessians import InputMoments
-from tqtool.pipeline.calibrated import Hessians, calibrated_affine, capped, dampings_of
+from tqtool.pipeline.calibrated import LONGEST_SINK, Hessians, calibrated_affine, capped, dampings_of
 from tqtool.pipeline.coding import encoder_of
 from tqtool.pipeline.plan import Work
 from tqtool.pipeline.reuse import tensor_key
@@ -68,15 +68,16 @@ def output_of(role: Role) -> OutputTensor:
 
 
 # ------------------------------------------------------------------------------------------------- length of a sink
-def test_a_sink_is_as_long_as_an_ordinary_row_at_most() -> None:
+def test_a_sink_is_as_long_as_a_few_ordinary_rows_at_most() -> None:
     """The mean energy of rows is the trace of their mean second moment; shorter sinks stay as they are, bit for bit."""
-    moments = moments_of(np.random.default_rng(0), 0.0, 0.3, 0.99, 1.5, 1e3)
+    moments = moments_of(np.random.default_rng(0), 0.0, 0.3, 0.99 * LONGEST_SINK, 1.5 * LONGEST_SINK, 1e3)
     found = capped(moments)
     assert np.array_equal(found.sinks[:3], moments.sinks[:3])
     wide = found.sinks.astype(np.float64)
     energies = np.sum(wide**2, axis=1)
     # Each element is rounded once to float32, and so is the factor's product: 2 · (1 + 2)·ε of an energy.
-    assert np.allclose(energies[3:], np.trace(moments.matrix.astype(np.float64)), rtol=6 * EPSILON, atol=0)
+    longest = LONGEST_SINK**2 * np.trace(moments.matrix.astype(np.float64))
+    assert np.allclose(energies[3:], longest, rtol=6 * EPSILON, atol=0)
     long = moments.sinks[3:].astype(np.float64)
     turned = long / np.linalg.norm(long, axis=1, keepdims=True) - wide[3:] / np.sqrt(energies[3:, None])
     assert np.abs(turned).max() <= 4 * EPSILON
@@ -107,12 +108,12 @@ def test_the_hessian_is_of_shortened_sinks_in_the_basis_of_the_weight(is_reorder
         order, scale = rng.permutation(order), np.exp(rng.normal(0, 1, WIDTH)).astype(np.float32)
     channels = {"m": Channels(order=order, scale=scale)} if is_reordered else {}
     hessians = hessians_of(moments, sink_weight=7, channels=channels)
-    usual = np.sqrt(np.trace(moments.matrix.astype(np.float64)))
+    longest = LONGEST_SINK * np.sqrt(np.trace(moments.matrix.astype(np.float64)))
     total = np.zeros((WIDTH, WIDTH))
     turn = np.diag(scale.astype(np.float64))[:, order]  # x → (x ∘ scale)[order]
     total += 90 * turn.T @ moments.matrix.astype(np.float64) @ turn
     for sink in moments.sinks.astype(np.float64):
-        short = sink * min(1.0, usual / np.linalg.norm(sink)) @ turn
+        short = sink * min(1.0, longest / np.linalg.norm(sink)) @ turn
         total += 7 * np.outer(short, short)
     expected = total / 94
     found = hessians.hessian(hessians.moments("m"))

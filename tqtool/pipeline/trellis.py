@@ -152,8 +152,9 @@ def plan_trellis(request: TrellisRequest) -> Job:
     rules = (*default_rules(transform, request.other), *request.rules)
     choices = resolve(transform.outputs, default=other, rules=rules, dtype_of=target.of)
     hessians = _hessians(request, checkpoint, transform)
+    fold_notes: tuple[str, ...] = ()
     if request.fold_channels:
-        hessians, transform = fold_channels(hessians, checkpoint, transform, coded)
+        hessians, transform, fold_notes = fold_channels(hessians, checkpoint, transform, coded)
         coded = coded_modules(transform, request.modules, request.rules)
     elif request.chosen_layout == "tile":
         hessians, transform = tame_columns(hessians, checkpoint, transform, coded)
@@ -178,7 +179,7 @@ def plan_trellis(request: TrellisRequest) -> Job:
         config=packed_config(coded, quantizers) if is_packed else {},
         files={**request.files, **({MODEL_FILE: stock_model_source()} if is_packed else {})},
         notes=notes,
-        plan_notes=(*target.notes(), *chosen.counted_notes(), *mix_notes),
+        plan_notes=(*target.notes(), *chosen.counted_notes(), *mix_notes, *fold_notes),
         dtype=target.config_dtype,
         default_entry=packed_entry(other),
         request={**request.to_json(), **({} if hessians is None else {"calibration": hessians.to_json()})},
