@@ -52,6 +52,19 @@ def test_oracles_are_independent() -> None:
             assert not any(name.split(".")[0] in ("tqtool", "mlx", "mlx_lm") for name in names), path.name
 
 
+def test_the_manifest_names_every_package_that_computes() -> None:
+    from tqtool.pipeline.provenance import tool_versions
+
+    computing = [path for path in SOURCES if path.parent.name in ("mathx", "solve", "transform", "pipeline")]
+    found = set()
+    for path in computing:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found |= {name.split(".")[0] for name in names}
+    assert found - sys.stdlib_module_names <= {name.replace("-", "_") for name in tool_versions()}
+
+
 @pytest.mark.parametrize(
     "script", ["kernels/generate_constants.py", "docs/generate_cli.py", "docs/generate_recipes.py"]
 )

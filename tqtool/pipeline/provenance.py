@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tqtool.pipeline.job import Job
 
 OPTIQ_NAME = "optiq_metadata.json"
-_TOOLS = ("tqtool", "mlx", "numpy", "ml-dtypes")
+_TOOLS = ("tqtool", "mlx", "numpy", "scipy", "ml-dtypes")
 
 
 def transform_records(checkpoint: Checkpoint, transform: TransformPlan) -> list[TransformRecord]:
