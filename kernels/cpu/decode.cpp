@@ -27,7 +27,8 @@ const tq::Kernels &kernels(const std::string &force) {
   return tq::kernels_scalar;
 }
 
-size_t whole_tiles(size_t rows, size_t tile) { return tile ? (rows + tile - 1) / tile * tile : rows; }
+// Rows or columns rounded up to whole tiles.
+size_t whole_tiles(size_t n, size_t tile) { return tile ? (n + tile - 1) / tile * tile : n; }
 
 struct Matrix {
   tq::Packed packed;
@@ -38,8 +39,10 @@ struct Matrix {
 // The caller's arrays, checked against the shape that the spec promises.
 Matrix matrix(Array<const uint32_t, 1> words, Array<const float, 1> scales, Array<const float, 1> table, size_t cols, size_t stride, int tile, int bits, int window, int block,
               const std::string &code) {
-  if (tile && (tile != 16 || block != tile * tile || stride % tile)) throw std::invalid_argument("tiles are squares of 16 x 16 in whole rows");
-  const size_t rows = scales.shape(0), coded = tile ? (rows + tile - 1) / tile * tile : rows, blocks = (coded * stride + block - 1) / block;
+  if (tile && (tile != 16 || block != tile * tile)) throw std::invalid_argument("tiles are squares of 16 x 16");
+  // Not just a multiple: the walk goes over every square of a row, and one that holds no column would be read and written outside.
+  if (tile && stride != whole_tiles(cols, tile)) throw std::invalid_argument("in tiles the stride is the columns rounded up to 16");
+  const size_t rows = scales.shape(0), coded = whole_tiles(rows, tile), blocks = (coded * stride + block - 1) / block;
   if (bits < 1 || bits > 4 || window < 2 * bits || window > 16 || block < 32 || block > 1024 || block % 32 || stride < cols)
     throw std::invalid_argument("trellis shape out of range");
   if (words.shape(0) != blocks * block * bits / 32) throw std::invalid_argument("number of words does not fit rows, stride, block and bits");
