@@ -169,7 +169,10 @@ def trellis_matvec(
     threads: int = 0,
     force: str = "",
 ) -> NDArray[np.float32]:
-    """``x [m, in]`` times the transposed weight: float32 ``[m, out]``, decoding each weight once for all m rows."""
+    """``x [m, in]`` times the transposed weight: float32 ``[m, out]``.
+
+    Each weight is decoded once for all m rows; in tiles once for every four of them.
+    """
     y = np.empty((x.shape[0], spec.weight_shape[0]), np.float32)
     try:
         _native.trellis_matvec(*_arguments(words, scales, spec), spec.axis, np.ascontiguousarray(x), y, threads, force)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -66,7 +67,8 @@ def test_the_stream_is_the_matrix_in_another_order(rows: int, cols: int, layout:
     assert np.array_equal(spec.from_stream(stream), matrix)
 
 
-SHAPES = [(3, 256), (4, 192), (9, 100), (2, 1536), (5, 577), (1, 1), (7, 4864)]
+# The last two are several rows of squares, ragged at both ends.
+SHAPES = [(3, 256), (4, 192), (9, 100), (2, 1536), (5, 577), (1, 1), (7, 4864), (50, 77), (33, 300)]
 
 
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
@@ -74,7 +76,7 @@ SHAPES = [(3, 256), (4, 192), (9, 100), (2, 1536), (5, 577), (1, 1), (7, 4864)]
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 @pytest.mark.parametrize("code", codes.CODES)
 def test_expand_and_products_equal_the_table(code: codes.Code, k: int, axis: int, rows: int, cols: int) -> None:
-    """Every instruction set, both axes, blocks that end inside rows, one to four vectors at once."""
+    """Every instruction set, both axes, blocks that end inside rows, one to five vectors (tiles take four at once)."""
     rng = np.random.default_rng(rows * 10000 + cols)
     specs = [
         TrellisSpec(k=k, code=code, axis=axis, rows=rows, cols=cols, stride=s) for s in {cols, -(-cols // 256) * 256}
@@ -88,13 +90,32 @@ def test_expand_and_products_equal_the_table(code: codes.Code, k: int, axis: int
         weight = dense if axis == 1 else dense.T
         for force in ("", "scalar"):
             assert np.array_equal(trellis_expand(words, scales, spec, force=force), dense)
-            for m in (1, 4):
+            for m in (1, 4, 5):
                 x = rng.standard_normal((m, weight.shape[1])).astype(np.float32)
                 y = trellis_matvec(words, scales, spec, x, force=force)
                 # Dot products of n terms: n·eps·|x|·|w| bounds any order of summation; two more for scales.
                 bound = (weight.shape[1] + 2) * np.finfo(np.float32).eps * (np.abs(x) @ np.abs(weight.T) + 1e-30)
                 exact = x.astype(np.float64) @ weight.T.astype(np.float64)
                 assert (np.abs(y - exact) <= bound).all()
+
+
+@pytest.mark.parametrize(("stride", "fits"), [(64, True), (48, False), (80, False), (96, False), (56, False)])
+@pytest.mark.parametrize("what", ["expand", "matvec"])
+def test_tiles_of_another_stride_are_refused_by_the_kernel(what: str, stride: int, fits: bool) -> None:
+    """50 columns are four squares; a fifth would be read and written outside, whatever ``TrellisSpec`` says."""
+    native = import_module("tqtool._native")
+    words, scales = np.zeros(2 * stride // 16 * 24, np.uint32), np.ones(32, np.float32)
+    shape = (words, scales, np.empty(0, np.float32), stride, 16, 3, 12, 256, "mul1")
+    out, x = np.empty((32, 50), np.float32), np.ones((5, 50), np.float32)
+    call = {
+        "expand": lambda: native.trellis_expand(*shape, out, 1, ""),
+        "matvec": lambda: native.trellis_matvec(*shape, 1, x, np.empty((5, 32), np.float32), 1, ""),
+    }[what]
+    if fits:
+        call()
+        return
+    with pytest.raises(ValueError, match="in tiles the stride is the columns rounded up to 16"):
+        call()
 
 
 def test_products_do_not_depend_on_threads() -> None:
