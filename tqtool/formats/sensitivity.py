@@ -19,8 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tqtool.errors import UserError
 
 FORMAT = "tqtool-sensitivity"
-METRIC = "kl_divergence_vs_reference"
-"""OptiQ's word; readers of it know no other."""
 
 Reference = Literal["low", "high"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -93,7 +91,10 @@ class Transform(_Model):
 
 
 class Sensitivity(_Model):
-    """The whole document, without ``layers``; ``notes`` say what an import assumed."""
+    """The whole document, without ``layers``; ``notes`` say what an import assumed.
+
+    ``metric`` is OptiQ's word; readers of it know no other.
+    """
 
     format: Literal["tqtool-sensitivity"] = "tqtool-sensitivity"
     format_version: Literal[1] = 1

@@ -74,15 +74,6 @@ def quantization_evidence(folder: Path, config: Mapping[str, Any], dtypes: Mappi
     return None
 
 
-def refuse_custom_code(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise SourceError for a model whose layers are code in its own folder: nothing is known about its tensors."""
-    if config.get("model_file") is not None:
-        raise SourceError(
-            f"{folder}: config.json has model_file {config['model_file']!r}: the model brings its own code",
-            hint="tqtool runs no code from model folders; remove model_file if mlx-lm has the architecture itself",
-        )
-
-
 def tokenizer_warnings(folder: Path, files: Iterable[Path]) -> tuple[str, ...]:
     """One warning if none of the files a tokenizer can be loaded from is present."""
     present = {path.name for path in files}
