@@ -3,36 +3,56 @@
     python benchmarks/feedback_gain.py ARTIFACT...
 
 Reads manifests only: ``proxy_loss`` of a tensor against that of the plain trellis, or of rounding to nearest, in the
-same Hessian. Exits 1 if a tensor has feedback and lost by it, or a guard acted (a note on a calibrated tensor).
+same Hessian. A plain loss of 0 (a weight that the plain coder serves exactly) has no ratio and is named. Exits 1 if a
+tensor has feedback and lost by it, if a guard acted (an attempt at a damping that was not taken, the plain coder in its
+place), or if an artifact has no tensor to compare.
 """
 
 from __future__ import annotations
 
+import argparse
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
 from tqtool.artifact.reader import read_manifest
 from tqtool.formats.manifest import TensorRecord
 
+GUARD = re.compile(r"damping \S+: \D+ \(growth \S+\)|fell back to .+")
+"""The lines of ``tqtool.solve.feedback.describe``; other notes (rows of zeros) are facts about the weight."""
 
-def main() -> int:
-    failed = False
-    for folder in map(Path, sys.argv[1:]):
-        tensors = [record for record in read_manifest(folder).tensors if "proxy_loss" in record.stats]
-        ratios = {record.module: record.stats["proxy_loss"] / _plain_loss(record) for record in tensors}
-        lost = [name for name, ratio in ratios.items() if ratio >= 1]
-        noted = [(record.module, note) for record in tensors for note in record.notes]
-        print(f"{folder.name}: {len(ratios)} calibrated tensors, loss against none: {_spread(list(ratios.values()))}")
-        for projection in sorted({_projection(record) for record in tensors}):
-            mine = [ratios[record.module] for record in tensors if _projection(record) == projection]
-            print(f"  {projection}: {_spread(mine)}")
-        print(f"  not below: {len(lost)} {', '.join(map(str, lost))}")
-        print(f"  guards: {len(noted)}")
-        for module, note in noted:
-            print(f"    {module}: {note}")
-        failed = failed or bool(lost or noted or not ratios)
-    return int(failed)
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "artifacts", type=Path, nargs="+", metavar="ARTIFACT", help="made by trellis --ldlq or convert --method gptq"
+    )
+    verdicts = [is_sound(folder) for folder in parser.parse_args(argv).artifacts]  # all of them print
+    return 0 if all(verdicts) else 1
+
+
+def is_sound(folder: Path) -> bool:
+    """Print what feedback won in ``folder``; False if it lost somewhere, a guard acted, or nothing is comparable."""
+    tensors = [record for record in read_manifest(folder).tensors if "proxy_loss" in record.stats]
+    exact = [record for record in tensors if _plain_loss(record) == 0]
+    compared = [record for record in tensors if _plain_loss(record) > 0]
+    ratios = {record.name: record.stats["proxy_loss"] / _plain_loss(record) for record in compared}
+    lost = [name for name, ratio in ratios.items() if ratio >= 1]
+    lost += [record.name for record in exact if record.stats["proxy_loss"] > 0]
+    guards = [(record.name, note) for record in tensors for note in record.notes if GUARD.fullmatch(note)]
+    print(f"{folder.name}: {len(tensors)} calibrated tensors, loss against none: {_spread(list(ratios.values()))}")
+    for projection in sorted({_projection(record) for record in compared}):
+        mine = [ratios[record.name] for record in compared if _projection(record) == projection]
+        print(f"  {projection}: {_spread(mine)}")
+    if exact:
+        print(f"  no ratio, the plain loss is 0: {len(exact)} {', '.join(record.name for record in exact)}")
+    print(f"  not below: {len(lost)} {', '.join(lost)}".rstrip())
+    print(f"  guards: {len(guards)}")
+    for name, note in guards:
+        print(f"    {name}: {note}")
+    return bool(ratios) and not lost and not guards
 
 
 def _plain_loss(record: TensorRecord) -> float:
