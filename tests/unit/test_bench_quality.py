@@ -32,7 +32,7 @@ CONDITIONS = {
 @pytest.fixture(scope="module")
 def benchmarks() -> Iterator[dict[str, ModuleType]]:
     sys.path.insert(0, BENCHMARKS)
-    names = ("bench_quality", "quality_peers", "true_bits")
+    names = ("bench_quality", "quality_peers", "quality_table", "true_bits")
     yield {name: importlib.import_module(name) for name in names}
     sys.path.remove(BENCHMARKS)
 
@@ -105,7 +105,7 @@ def test_an_arm_that_fails_is_a_row_and_no_end(benchmarks, capsys):
         (ValueError("no weight\nfiles | here"), "ValueError: no weight files / here"),
     ):
         row = bench.row_of(arm, lambda error=error: fail(error))
-        lines = bench.table(CONDITIONS, [row, scored("good", 4.5, 0.1)]).splitlines()
+        lines = benchmarks["quality_table"].table(CONDITIONS, [row, scored("good", 4.5, 0.1)]).splitlines()
         assert lines[2].startswith("| good | 4.500 | 5.500 | 2.0 | 0.1000 ± 0.0200 | 30.00 | 50.0 % | 1.2 | a/way |")
         assert lines[3].startswith("| broken | –")
         assert f"not run: {reason} |" in lines[3]
@@ -117,7 +117,7 @@ def test_an_arm_that_fails_is_a_row_and_no_end(benchmarks, capsys):
 def test_the_table_says_under_which_conditions(benchmarks):
     rows = [scored("b", 4.5, 0.1), scored("c", 3.0, 0.9, minutes=None), scored("a", 4.5, 0.05)]
     rows[0]["facts"] = {"said": ["Validation: it=0, loss=0.5"]}
-    lines = benchmarks["bench_quality"].table(CONDITIONS, rows).splitlines()
+    lines = benchmarks["quality_table"].table(CONDITIONS, rows).splitlines()
     assert [line.split(" | ")[0] for line in lines[2:5]] == ["| c", "| a", "| b"]
     assert " | – | a/way |" in lines[2]
     assert "(Validation: it=0, loss=0.5)" in lines[4]
