@@ -5,9 +5,10 @@ wraps it in the harness's own base class, which is imported only there. Contexts
 harness's own models split them (spaces at the end of a context go to the continuation, the cut is at the length of the
 context's encoding), so that its numbers stay comparable; ``evals.prompts`` is more careful.
 
-Run by hand against lm-eval 0.4.13, the lowest version that the extra takes. The package is no dependency of the tests:
-they score texts against an oracle and put a stub of ``LM``, ``simple_evaluate`` and ``TaskManager`` in its place, which
-would not notice if a later version called them differently. A report's ``versions`` say what it was made with.
+Run by hand against lm-eval 0.4.13, the lowest version that the extra takes: multiple choice, generation and rolling
+likelihood from task files (``--include``), templated and raw. The package is no dependency of the tests: they score
+texts against an oracle and put a stub of ``LM``, ``simple_evaluate`` and ``TaskManager`` in its place, which would not
+notice if a later version called them differently. A report's ``versions`` say what it was made with.
 """
 
 from __future__ import annotations
