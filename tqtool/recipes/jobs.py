@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,15 @@ from tqtool.formats.sensitivity_file import read_sensitivity
 from tqtool.mathx.codes import parse_code
 from tqtool.pipeline.calibrated import SINK_WEIGHT
 from tqtool.pipeline.coding import OTHER
-from tqtool.pipeline.convert import ConvertRequest, plan_convert
+from tqtool.pipeline.convert import HEAD_BITS, ConvertRequest, plan_convert, plan_transform
 from tqtool.pipeline.job import Job, Meter
 from tqtool.pipeline.provenance import source_name
-from tqtool.pipeline.rules import packed_setting, parse_dtype, parse_rule
+from tqtool.pipeline.rules import Packed, Rule, packed_setting, parse_dtype, parse_rule
 from tqtool.pipeline.trellis import TrellisRequest, plan_trellis
 from tqtool.recipes.schema import ConvertPart, Recipe, TrellisPart, dump_recipe
 from tqtool.solve.trellis import TrellisOptions
-from tqtool.source.checkpoint import Checkpoint
+from tqtool.source.checkpoint import Checkpoint, open_checkpoint
+from tqtool.transform.plan import Role
 
 INSIDE_NAMES = ("tqtool/recipe.yaml", "tqtool/recipe.json")
 SENSITIVITY_NAME = "tqtool/sensitivity.json"
@@ -54,7 +55,10 @@ class Target:
 
 
 def plan_quantization(recipe: Recipe, target: Target) -> Job:
-    """The job of a recipe; no tensor is read, but down_proj where channels are reordered."""
+    """The job of a recipe; of the weights only every coded down_proj is read, where the trellis is in tiles.
+
+    Its columns' norms are part of the plan, and its channels may be reordered.
+    """
     part, spent = recipe.quantize, recipe.allocation
     sensitivity = target.sensitivity
     if part.sensitivity is not None:
@@ -76,7 +80,12 @@ def plan_quantization(recipe: Recipe, target: Target) -> Job:
         if chosen is not None and part.bits is None:
             rate = min(chosen.candidates)  # of what was not measured
         target_bpw = part.target_bpw if chosen is None else chosen.target_bpw
-        return plan_convert(_convert(part, rate, {**common, "target_bpw": target_bpw}))
+        request = _convert(part, rate, {**common, "target_bpw": target_bpw})
+        if spent is not None and chosen is None:
+            least = min(spent.candidates) if part.bits is None else part.bits
+            kept = packed_setting(bits=least, group_size=part.group_size, mode=part.mode)
+            request = replace(request, rules=(*_tables(request, kept), *request.rules))
+        return plan_convert(request)
     k_budget = part.k_budget if chosen is None else chosen.k_budget
     return plan_trellis(_trellis(part, rate, {**common, "k_budget": k_budget, "tick": target.meter}))
 
@@ -142,3 +151,22 @@ def _trellis(part: TrellisPart, rate: int | None, common: dict[str, Any]) -> Tre
         k_map=part.k_map,
         **common,
     )
+
+
+def _tables(request: ConvertRequest, kept: Packed) -> tuple[Rule, ...]:
+    """Embedding and head of a candidate as the artifact has them: ``kept``, the head at ``HEAD_BITS`` or more.
+
+    They are never swapped, so a prediction made from candidates is of the artifact only if all of them agree there.
+    """
+    checkpoint = open_checkpoint(request.source, revision=request.revision)
+    outputs = plan_transform(checkpoint, rotation_seed=request.rotation_seed).outputs
+    tables = {output.role: output for output in outputs if output.role in (Role.EMBEDDING, Role.HEAD)}
+    head = tables.get(Role.HEAD) or tables.get(Role.EMBEDDING)
+    rules = []
+    for output in tables.values():
+        if output.module is None or output.shape[-1] % kept.group_size:
+            continue  # dense in all of them
+        bits = max(kept.bits, HEAD_BITS) if output is head else kept.bits
+        text = f"{output.module}=bits:{bits},group:{kept.group_size}"
+        rules.append(Rule(glob=output.module, setting=replace(kept, bits=bits), text=text))
+    return tuple(rules)
