@@ -108,7 +108,7 @@ def test_one_run_measures_allocates_writes_and_measures_again(whole):
     assert str(whole.parent) not in inside
     left = {path.name for path in whole.iterdir()}
     wanted = {"recipe.yaml", "calibration", "artifact", "teacher.safetensors", "kl.json", "mix.json", "kmap.json"}
-    assert left == wanted | {"sensitivity.json", "measuring.safetensors"}
+    assert left == wanted | {"sensitivity.json", "measuring.safetensors", "source.json"}
 
 
 @pytest.mark.slow
@@ -216,8 +216,18 @@ def test_what_another_run_left_is_not_taken(work, whole, tmp_path, capsys, monke
     def resume(out: Path) -> Answer:
         return run(capsys, monkeypatch, "run", work / "trellis.yaml", out, "--resume")
 
-    out = tmp_path / "out"
+    out, other = tmp_path / "out", tmp_path / "other"
+    changes = ("--set", "allocation.candidates=[2, 4]", "--set", "allocation.k_budget=3.1")
+    answer = run(capsys, monkeypatch, "run", work / "trellis.yaml", other, *changes)
+    assert answer.code == 0, answer.err
+    for name in ("kl.json", "mix.json"):  # of the same dumps, and of another artifact
+        shutil.copytree(whole, out)
+        shutil.copy(other / name, out / name)
+        answer = resume(out)
+        assert (answer.code, f"{name}: scores of another artifact" in answer.err) == (4, True), answer.err
+        shutil.rmtree(out)
     shutil.copytree(whole, out)
+    assert resume(out).code == 0
     (out / "mix.json").write_text("{}")
     assert ("mix.json: damaged" in resume(out).err, resume(out).code) == (True, 4)
     (out / "mix.json").unlink()

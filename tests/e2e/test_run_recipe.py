@@ -108,7 +108,7 @@ def test_what_is_wrong_is_found_before_anything_is_written(work, tmp_path, capsy
 
 @pytest.mark.slow
 def test_what_another_run_left_is_not_taken(work, tmp_path, capsys, monkeypatch):
-    """A foreign calibration, artifact, dump or a damaged score under the names of a run is refused on resuming."""
+    """A foreign calibration, artifact, dump or score, or a damaged one, under the names of a run is refused."""
     recipe = ROOT / "recipes" / "gptq4.yaml"
     mine = ("run", recipe, tmp_path / "mine", *settings(work, recipe))
     assert run(capsys, monkeypatch, *mine).code == 0
@@ -117,6 +117,7 @@ def test_what_another_run_left_is_not_taken(work, tmp_path, capsys, monkeypatch)
     other += tuple(part for change in changes for part in ("--set", change))
     assert run(capsys, monkeypatch, *other).code == 0
     for name, later in (
+        ("kl.json", ()),
         ("teacher.safetensors", ("kl.json",)),
         ("artifact", ("kl.json",)),
         ("calibration", ("kl.json", "artifact")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class OpenRun:
         evaluation: The dump to score the result with.
         measuring: The dump to measure swaps with; none of its windows is read by anything else.
         progress: Opens a bar.
+        digests: SHA-256 of the source's tensors, once something that was found had to be held against them.
     """
 
     recipe: Recipe
@@ -53,10 +54,14 @@ class OpenRun:
     evaluation: TeacherRequest | None
     measuring: TeacherRequest | None
     progress: Progress
+    digests: dict[str, str] = field(default_factory=dict)
 
 
 def open_run(recipe: Recipe, out: Path, progress: Progress) -> OpenRun:
-    """Open everything that ``recipe`` names; nothing is written and no large tensor read.
+    """Open everything that ``recipe`` names; nothing is written.
+
+    Of the weights, what a fingerprint takes is read, and for a trellis in tiles every coded down_proj, whose columns'
+    norms its plan needs: once for the artifact, or for each candidate.
 
     Raises:
         UserError: a part cannot be carried out; a text is missing, too short, or read by two parts.

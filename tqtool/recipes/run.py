@@ -1,6 +1,7 @@
 """``tqtool run``: carry a recipe out, step by step, each skipped if an earlier run has finished it.
 
 OUT/recipe.yaml             the resolved recipe, written first
+OUT/source.json             which weights the run was begun on
 OUT/calibration/            if Hessians are needed
 OUT/candidates/ …           if bits are measured: see ``measuring``
 OUT/artifact/               the result, with the recipe inside, and the measurement
@@ -21,12 +22,13 @@ from tqtool.recipes.jobs import KMAP_NAME, SENSITIVITY_NAME, Target, files_insid
 from tqtool.recipes.measuring import Measured, measure, mix_step
 from tqtool.recipes.opened import OpenRun, Progress, open_run
 from tqtool.recipes.schema import Recipe, dump_recipe
+from tqtool.recipes.sources import hold_source, require_made_from
 from tqtool.recipes.steps import (
     DONE,
     FOUND,
     calibration_step,
-    dump_step,
     is_written,
+    require_calibrated,
     require_inside,
     score_step,
     verified,
@@ -57,8 +59,9 @@ def run_recipe(recipe: Recipe, out: Path, progress: Progress, *, resume: bool = 
     """Carry ``recipe`` out in ``out``.
 
     Raises:
-        UserError: a part cannot be carried out, or ``out`` holds another run, or one that ``resume`` was not given for.
-        ArtifactError: writing failed, or what was written does not verify.
+        UserError: a part cannot be carried out; ``out`` holds another run, one begun on other weights, or one that
+            ``resume`` was not given for.
+        ArtifactError: writing failed; what was written does not verify; what is there came from another run.
     """
     is_begun = _is_begun(recipe, out, resume=resume)
     run = open_run(recipe, out, progress)
@@ -66,6 +69,9 @@ def run_recipe(recipe: Recipe, out: Path, progress: Progress, *, resume: bool = 
         with whole_file(out / RECIPE_NAME) as (file, _):
             file.write(dump_recipe(recipe))
     steps: dict[str, str] = {}
+    remark = hold_source(run, is_new=not is_begun)
+    if remark is not None:
+        steps["source"] = remark
     hessians = mix = kl = None
     if recipe.needs_hessians:
         hessians, steps["calibration"] = calibration_step(run)
@@ -74,10 +80,7 @@ def run_recipe(recipe: Recipe, out: Path, progress: Progress, *, resume: bool = 
     if recipe.allocation is not None:
         steps["mix"], mix = mix_step(run)
     if run.evaluation is not None:
-        dump = out / "teacher.safetensors"
-        if not (out / "kl.json").exists():
-            dump_step(run, dump, run.evaluation, "teacher")
-        steps["evaluation"], kl = score_step(run, dump)
+        steps["evaluation"], kl = score_step(run, out / "teacher.safetensors")
     return RunReport(
         out=str(out),
         recipe=recipe.name,
@@ -145,6 +148,8 @@ def _artifact(run: OpenRun, hessians: Path | None, steps: dict[str, str]) -> Non
         names = {"sensitivity.json": SENSITIVITY_NAME, "kmap.json": KMAP_NAME} if measures else {}
         left = {inside: run.out / name for name, inside in names.items() if (run.out / name).exists()}
         require_inside(folder, {**files, **{inside: path.read_bytes() for inside, path in left.items()}})
+        require_calibrated(folder, hessians)
+        require_made_from(run, folder)
         before = ("candidates", "measuring dump", "sensitivity") if measures else ()
         steps |= dict.fromkeys((*before, "artifact"), FOUND)
         return
