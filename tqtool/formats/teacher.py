@@ -47,7 +47,7 @@ class TeacherInfo:
 
     Attributes:
         model: What was loaded, as the user named it.
-        model_hash: SHA-256 over the headers of its weight files and its config.
+        model_hash: SHA-256 over its config, the headers of its weight files and a sample of every tensor.
         dtype: Type of the arithmetic.
         text: Name of the text file.
         text_sha256: Hash of the whole text file.
