@@ -20,7 +20,7 @@ from tqtool.formats.dtypes import DType
 from tqtool.pipeline.provenance import source_name
 from tqtool.recipes.opened import OpenRun
 from tqtool.source.checkpoint import Checkpoint, TensorRef
-from tqtool.source.fingerprint import sample_hash
+from tqtool.source.fingerprint import fingerprint
 
 SOURCE_NAME: Final = "source.json"
 AGAIN: Final = "remove it and run again"
@@ -35,7 +35,7 @@ def hold_source(run: OpenRun, *, is_new: bool) -> str | None:
         UserError: the run was begun on other weights.
         ArtifactError: the note is damaged, or cannot be written.
     """
-    path, found = run.out / SOURCE_NAME, sample_hash(run.checkpoint)
+    path, found = run.out / SOURCE_NAME, fingerprint(run.checkpoint)
     if not path.exists():
         others = [other for other in run.out.iterdir() if other.name != "recipe.yaml"]
         with whole_file(path) as (file, _):
