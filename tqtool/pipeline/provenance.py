@@ -122,7 +122,7 @@ def build_manifest(
             kind=job.checkpoint.origin.kind,
             location=source_name(job.checkpoint),
             revision=job.checkpoint.origin.revision,
-            content_sha256=_content_hash(job.checkpoint, source_sha256),
+            content_sha256=used_content(job.checkpoint, source_sha256),
         ),
         transforms=list(transforms),
         request=dict(job.extras.request),
@@ -196,7 +196,8 @@ def _carried(path: Path) -> list[TransformRecord]:
         ) from error
 
 
-def _content_hash(checkpoint: Checkpoint, source_sha256: Mapping[str, str]) -> str:
+def used_content(checkpoint: Checkpoint, source_sha256: Mapping[str, str]) -> str:
+    """SHA-256 over the source's layout and the hash of each tensor that was used, by name."""
     body = {"layout": checkpoint.content_hash(), "tensors": dict(source_sha256)}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 

@@ -17,9 +17,9 @@ from tqtool.artifact.output import whole_file
 from tqtool.artifact.reader import read_manifest
 from tqtool.errors import ArtifactError, UserError
 from tqtool.formats.dtypes import DType
-from tqtool.pipeline.provenance import source_name
+from tqtool.pipeline.provenance import source_name, used_content
 from tqtool.recipes.opened import OpenRun
-from tqtool.source.checkpoint import Checkpoint, TensorRef
+from tqtool.source.checkpoint import TensorRef
 from tqtool.source.fingerprint import fingerprint
 
 SOURCE_NAME: Final = "source.json"
@@ -70,8 +70,9 @@ def require_made_from(run: OpenRun, folder: Path) -> None:
                 f"{record.source_sha256[:12]}, found {'nothing' if found is None else found[:12]}",
                 hint=AGAIN,
             )
+    # A plan claims every tensor that a fold reads, so each that was used has a row.
     used = {record.source: record.source_sha256 for record in manifest.tensors}
-    if manifest.source.content_sha256 != _content_sha256(run.checkpoint, used):
+    if manifest.source.content_sha256 != used_content(run.checkpoint, used):
         raise ArtifactError(
             f"{folder}: made from another source than {run.checkpoint.path}: equal tensors, another config.json or "
             "other weight files",
@@ -93,9 +94,3 @@ def _sha256(ref: TensorRef) -> str:
     for start in range(0, ref.nbytes, _READ_BYTES):
         digest.update(flat.read_rows(start, min(start + _READ_BYTES, ref.nbytes)).data)
     return digest.hexdigest()
-
-
-def _content_sha256(checkpoint: Checkpoint, tensors: dict[str, str]) -> str:
-    """As ``pipeline.provenance`` writes it: a plan claims every tensor that a fold reads, so each has a row."""
-    body = {"layout": checkpoint.content_hash(), "tensors": tensors}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
