@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from tqtool.runtime.blas import ensure_blas
 
 ensure_blas()
+
+# A shell's background job ignores Ctrl-C, and so would the commands that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionfinish(session, exitstatus):
