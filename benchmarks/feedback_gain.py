@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from tqtool.artifact.reader import read_manifest
+from tqtool.errors import TqError
 from tqtool.formats.manifest import TensorRecord
 
 GUARD = re.compile(r"damping \S+: \D+ \(growth \S+\)|fell back to .+")
@@ -35,7 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def is_sound(folder: Path) -> bool:
     """Print what feedback won in ``folder``; False if it lost somewhere, a guard acted, or nothing is comparable."""
-    tensors = [record for record in read_manifest(folder).tensors if "proxy_loss" in record.stats]
+    try:
+        records = read_manifest(folder).tensors
+    except TqError as error:
+        print(f"{folder}: {error.message}")
+        return False
+    tensors = [record for record in records if "proxy_loss" in record.stats]
+    if not tensors:
+        print(f"{folder.name}: no calibrated tensor")
+        return False
     exact = [record for record in tensors if _plain_loss(record) == 0]
     compared = [record for record in tensors if _plain_loss(record) > 0]
     ratios = {record.name: record.stats["proxy_loss"] / _plain_loss(record) for record in compared}

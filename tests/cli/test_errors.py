@@ -116,6 +116,20 @@ def test_a_signal_is_answered_and_nothing_is_left(tmp_path: Path, number: signal
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.parametrize(("verb", "kept"), [("trellis", "nothing was left"), ("calibrate", "--resume goes on")])
+def test_a_signal_says_what_is_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str, kept: str
+) -> None:
+    from tqtool.cli import app
+
+    monkeypatch.setattr(sys, "argv", ["tqtool", verb])
+    monkeypatch.setattr(app.signal, "signal", lambda number, handler: None)
+    with pytest.raises(SystemExit) as stopped:
+        app._stop(signal.SIGTERM, None)
+    assert stopped.value.code == 143
+    assert f"terminated; {kept}" in capsys.readouterr().err
+
+
 def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     answer = run(capsys, monkeypatch, "--version")
     assert (answer.code, answer.out) == (0, f"tqtool {version('tqtool')}\n")

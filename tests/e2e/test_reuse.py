@@ -230,6 +230,34 @@ def test_a_place_for_the_journal_is_checked_while_planning(work, tmp_path, capsy
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_only_a_journal_is_taken_for_one(work, tmp_path, capsys, monkeypatch):
+    """It is removed in the end: a model, an artifact or a folder of anything else is refused, and nothing touched."""
+    options = ("-k", "2", "--modules", "*.0.mlp.down_proj", "--check", "none")
+    model = shutil.copytree(work / "source", tmp_path / "model")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "backup.safetensors").write_bytes(b"mine")
+    before = all_files(tmp_path)
+    for place, message in (
+        (model, "is not empty and no journal, it holds LICENSE"),
+        (tmp_path / "mine", "is not empty and no journal, it holds backup.safetensors"),
+        (tmp_path / "out", "lie in one another"),
+        (tmp_path / "out" / "journal", "lie in one another"),
+        (tmp_path, "lie in one another"),
+    ):
+        answer = run(capsys, monkeypatch, "trellis", model, tmp_path / "out", *options, "--journal", place)
+        assert (answer.code, f"--journal {place}: " in answer.err, message in answer.err) == (2, True, True), answer.err
+        assert all_files(tmp_path) == before
+
+
+def test_what_another_job_kept_stays(work, tmp_path, capsys, monkeypatch):
+    options = ("-k", "2", "--modules", "*.0.mlp.down_proj", "--check", "none", "--journal", tmp_path / "journal")
+    (tmp_path / "journal").mkdir()
+    other = tmp_path / "journal" / f"{'a' * 64}.safetensors"
+    other.write_bytes(b"of another job")
+    assert run(capsys, monkeypatch, "trellis", work / "source", tmp_path / "out", *options).code == 0
+    assert list((tmp_path / "journal").iterdir()) == [other]
+
+
 def test_what_cannot_be_reused_is_refused_while_planning_by_the_options_name(work, tmp_path, capsys, monkeypatch):
     for folder, code, message in (
         (work / "source", 4, f"--reuse {work / 'source'}: has no tqtool/manifest.json"),

@@ -296,6 +296,11 @@ def test_a_budget_needs_a_measurement(coded, measured, tmp_path, capsys, monkeyp
         (["--k-map", measured[0], "--k-budget", "1.9"], "--k-budget 1.9: leaves 1.9"),
         (["--k-map", measured[0], "--k-budget", "nan"], "expected a positive number"),
         (["--k-map", measured[0], "--k-budget", "3", "--modules", "*.up_proj"], "is not coded here"),
+        (["--k-map", measured[0], "--k-budget", "3", "--no-rotate-weights"], "with seed 42, the job is identity"),
+        (
+            ["--k-map", measured[0], "--k-budget", "3", "--rotation-seed", "7"],
+            "with seed 42, the job is rotation.llama with seed 7",
+        ),
     ):
         answer = run(capsys, monkeypatch, "trellis", coded.source, tmp_path / "out", *options)
         assert (answer.code, message in answer.err) == (2, True), answer.err

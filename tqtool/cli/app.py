@@ -105,6 +105,10 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+RESUMABLE = {"calibrate", "run", "sensitivity"}
+"""Verbs whose interrupted work stays and is gone on with."""
+
+
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
     """Ctrl-C and a polite kill: unwind, so that partial folders go; the second signal kills at once.
 
@@ -113,5 +117,10 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     del frame
     signal.signal(number, signal.SIG_DFL)
     word = "interrupted" if number == signal.SIGINT else "terminated"
-    sys.stderr.write(f"{word}; nothing was left under the final name\n")
+    kept = (
+        "--resume goes on from what is there"
+        if set(sys.argv[1:2]) & RESUMABLE
+        else "nothing was left under the final name"
+    )
+    sys.stderr.write(f"{word}; {kept}\n")
     sys.exit(128 + number)

@@ -14,6 +14,7 @@ from tqtool.errors import UserError
 from tqtool.formats.kmap import RATES
 from tqtool.formats.sensitivity import Group, Sensitivity
 from tqtool.mathx.allocation import Option, allocate
+from tqtool.transform.plan import TransformPlan
 
 Cost = Callable[[Group, int], int]
 """Bits that a group takes at a candidate's nominal bits."""
@@ -76,6 +77,18 @@ class Mix:
         return (
             "the swaps add up to more than the reference's whole KL: it is too far from the teacher to tell modules "
             "apart; measure with --reference high, or with higher candidates",
+        )
+
+
+def require_basis(sensitivity: Sensitivity, transform: TransformPlan) -> None:
+    """UserError where the swaps were measured in another basis than ``transform``; a file without one passes."""
+    measured = [(record.id, record.seed) for record in sensitivity.transforms]
+    if measured and measured != [(transform.id, transform.seed)]:
+        found = ", ".join(name if seed is None else f"{name} with seed {seed}" for name, seed in measured)
+        here = transform.id if transform.seed is None else f"{transform.id} with seed {transform.seed}"
+        raise UserError(
+            f"sensitivity: measured under {found}, the job is {here}",
+            hint="measure artifacts of this rotation and seed, or give theirs (--rotate-weights, --rotation-seed)",
         )
 
 

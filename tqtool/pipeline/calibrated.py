@@ -173,7 +173,7 @@ def open_hessians(folder: Path, checkpoint: Checkpoint, transform: TransformPlan
         raise UserError(
             f"{folder}: calibrated for {_basis(info.transform, info.rotation_seed)}, "
             f"the job is {_basis(transform.id, transform.seed)}",
-            hint="calibrate with the same rotation and seed",
+            hint="calibrate again as the job rotates: --rotate-weights for trellis, none for a plain convert",
         )
     if info.source_fingerprint != fingerprint(checkpoint):
         raise UserError(f"{folder}: calibrated on other weights than {checkpoint.path}", hint="calibrate this model")

@@ -16,6 +16,7 @@ from tqtool.errors import ArtifactError, UserError
 from tqtool.formats.dtypes import DType
 from tqtool.formats.sensitivity import Sensitivity
 from tqtool.pipeline.affine_mix import AffineMix, affine_mix, candidate_packings
+from tqtool.pipeline.allocation import require_basis
 from tqtool.pipeline.calibrated import SINK_WEIGHT, calibrated_affine, open_hessians
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
 from tqtool.pipeline.rules import Choices, Dense, Packed, Rule, Setting, resolve
@@ -89,6 +90,8 @@ def plan_convert(request: ConvertRequest) -> Job:
         request = replace(request, packing=packings[min(packings)])
     checkpoint = open_checkpoint(request.source, revision=request.revision)
     transform = plan_transform(checkpoint, rotation_seed=request.rotation_seed)
+    if request.sensitivity is not None:
+        require_basis(request.sensitivity, transform)
     default: Setting = request.packing or Dense()
     target = StoredDtype(checkpoint, request.dtype)
     rules = (*head_rules(transform, request), *request.rules)

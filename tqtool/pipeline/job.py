@@ -160,7 +160,7 @@ def plan_job(
     refuse_unservable(checkpoint.path, checkpoint.config)
     _require_separate(checkpoint.path, out)
     check_target(out, overwrite=extras.overwrite)
-    check_shelf(extras.reuse, extras.journal)
+    check_shelf(extras.reuse, extras.journal, out)
     works = tuple(_work(output, choose(output)) for output in transform.outputs)
     entries = module_entries(works)
     stop_tokens = read_stop_tokens(checkpoint.config, checkpoint.files)

@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,10 @@ KEY_VERSION = 2
 
 2: sinks shortened before they are weighted, dampings by role, outlier columns tamed.
 """
+
+
+_KEPT = re.compile(r"[0-9a-f]{64}\.safetensors|\..+\.partial-[0-9a-f]+")
+"""What a journal holds: tensors by key, and what a kill in the middle of one leaves."""
 
 
 def tensor_key(work: Work, sha256_of: Callable[[str], str]) -> str | None:
@@ -62,11 +67,12 @@ def _gain(op: Any, sha256_of: Callable[[str], str]) -> dict[str, str]:
     return {"gain": sha256_of(op.gain)} if isinstance(op, ScaleInput) else {}
 
 
-def check_shelf(folders: Sequence[Path], journal: Path | None) -> None:
+def check_shelf(folders: Sequence[Path], journal: Path | None, out: Path) -> None:
     """Refuse, before any work, what a ``Shelf`` could not be made of.
 
     Raises:
-        UserError: no such folder; a journal that is a file.
+        UserError: no such folder; a journal that is a file, holds anything but kept tensors, or lies where
+            ``out`` does.
         ArtifactError: a folder is damaged or no artifact of tqtool; a journal that cannot be written.
     """
     for folder in folders:
@@ -75,6 +81,17 @@ def check_shelf(folders: Sequence[Path], journal: Path | None) -> None:
         return
     if journal.exists() and not journal.is_dir():
         raise UserError(f"--journal {journal}: is a file", hint="name a folder; it is made if it is not there")
+    here, there = journal.resolve(), out.resolve()
+    if here == there or here.is_relative_to(there) or there.is_relative_to(here):
+        raise UserError(
+            f"--journal {journal}: it and the artifact {out} lie in one another", hint="name a folder beside it"
+        )
+    others = [] if not journal.exists() else [p.name for p in journal.iterdir() if not _KEPT.fullmatch(p.name)]
+    if others:
+        raise UserError(
+            f"--journal {journal}: is not empty and no journal, it holds {min(others)}",
+            hint="name a folder of its own; it is made if it is not there, and removed when the artifact is whole",
+        )
     check_writable(journal / "tensor")
 
 
@@ -139,6 +156,7 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._mine: set[Path] = set()
 
     def keep(self, key: str, work: Work, result: QuantResult) -> None:
         """Write ``result``; the file appears whole or not at all."""
@@ -151,7 +169,9 @@ class Journal:
                 "notes": json.dumps(result.notes),
             },
         )
-        with whole_file(self._path(key)) as (file, _):
+        path = self._path(key)
+        self._mine.add(path)
+        with whole_file(path) as (file, _):
             file.write(header)
             for array in arrays:
                 file.write(array.reshape(-1).view(np.uint8).data)
@@ -161,6 +181,7 @@ class Journal:
         path = self._path(key)
         if not path.exists():
             return None
+        self._mine.add(path)
         try:
             header = read_header(path)
             hashes, stats, notes = (json.loads(header.metadata[name]) for name in ("sha256", "stats", "notes"))
@@ -182,9 +203,9 @@ class Journal:
         return QuantResult(tensors=tensors, stats=stats, notes=tuple(notes))
 
     def clear(self) -> None:
-        """Remove what was kept, and the folder if nothing else is in it."""
-        for path in self._folder.glob("*.safetensors"):
-            path.unlink()
+        """Remove what this run kept or took, and the folder if nothing else is in it, of another job say."""
+        for path in self._mine:
+            path.unlink(missing_ok=True)
         with suppress(OSError):
             self._folder.rmdir()
 

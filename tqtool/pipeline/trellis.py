@@ -17,7 +17,7 @@ from tqtool.errors import ArtifactError, UserError
 from tqtool.formats.kmap import rates_of
 from tqtool.formats.sensitivity import Sensitivity
 from tqtool.mathx.signs import require_seed
-from tqtool.pipeline.allocation import coded_mix
+from tqtool.pipeline.allocation import coded_mix, require_basis
 from tqtool.pipeline.calibrated import SINK_WEIGHT, Hessians, calibrated_affine, open_hessians
 from tqtool.pipeline.coding import (
     MODEL_FILE,
@@ -146,6 +146,8 @@ def plan_trellis(request: TrellisRequest) -> Job:
     checkpoint = open_checkpoint(request.source, revision=request.revision)
     transform = _transform(checkpoint, request)
     coded = coded_modules(transform, request.modules, request.rules)
+    if request.sensitivity is not None:
+        require_basis(request.sensitivity, transform)
     request, mix_notes = _budgeted(request, coded)
     target = StoredDtype(checkpoint, None)
     other = request.other or OTHER

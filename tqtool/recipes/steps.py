@@ -42,9 +42,13 @@ def calibration_step(run: OpenRun) -> tuple[Path, str]:
             calibrate(job, lambda layers: advance(layers, "layers"))
         return folder, DONE
     found = open_calibration(folder).info
-    facts = (found.source_fingerprint, found.text, found.context, found.transform, found.rotation_seed)
-    if facts != (job.fingerprint, job.rows.record, job.request.context, job.plan.id, job.plan.seed):
-        raise ArtifactError(f"{folder}: a calibration of another source, text or setting", hint="remove it")
+    facts = (found.source_fingerprint, found.tokenizer_sha256, found.text, found.context)
+    basis = (found.transform, found.rotation_seed)
+    wanted = (job.fingerprint, job.tokenizer_sha256, job.rows.record, job.request.context)
+    if (facts, basis) != (wanted, (job.plan.id, job.plan.seed)):
+        raise ArtifactError(
+            f"{folder}: a calibration of another source, tokenizer, text or setting", hint="choose another OUT"
+        )
     return folder, FOUND
 
 
