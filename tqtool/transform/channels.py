@@ -1,14 +1,14 @@
 """Order and scale of an MLP's hidden channels, free at decode.
 
 ``down(silu(gate(x)) ∘ up(x))`` is the same function for any order of its channels, and for ``up[c,:]·s_c`` with
-``down[:,c]/s_c``: rows of up have scales of their own anyway. Two things are gained for a down_proj coded in tiles, 16
-channels of all outputs a step:
+``down[:,c]/s_c``: rows of up have scales of their own anyway. Two things can be had for a down_proj coded in tiles, 16
+channels of all outputs a step, of which the first is worth more (``docs/log.md``):
 
 * columns of equal norm, so that the scale of a row fits all of its weights: ``s_c = ‖down[:,c]‖``. Where a column is
   far above the others this is no refinement: its weights leave the range of the code. Two columns of 4864, 11 and 17
   times the median, cost a down_proj of Qwen2.5-Coder-0.5B everything (``tame_outliers`` alone mends that);
 * channels by falling curvature ``s_c²·H_cc``, so that those that matter most are coded first and corrected by all
-  others. Without this order, one tile mixes channels whose curvature differs a thousandfold.
+  others. Inside a square nothing is corrected, so where a few channels make a massive activation this order spoils it.
 """
 
 from __future__ import annotations
