@@ -236,7 +236,7 @@ def test_what_another_run_left_is_not_taken(work, whole, tmp_path, capsys, monke
     assert (answer.code, "measuring.safetensors: a dump of another" in answer.err) == (4, True), answer.err
     (out / "sensitivity.json").write_bytes((out / "sensitivity.json").read_bytes() + b" ")
     answer = resume(out)
-    assert (answer.code, "artifact: made by another recipe" in answer.err) == (4, True), answer.err
+    assert (answer.code, "sensitivity.json: not the one in" in answer.err) == (4, True), answer.err
     for gone in ("artifact", "measuring.safetensors", "sensitivity.json"):
         shutil.rmtree(out / gone) if (out / gone).is_dir() else (out / gone).unlink()
     shutil.copytree(whole / "artifact", out / "candidates" / "k2")

@@ -17,6 +17,7 @@ from tests.support.calibrations import write_words
 from tests.support.command import run
 from tests.support.tensors import raw_tensors
 from tests.support.tiny_models import Tiny, write_tiny
+from tqtool.artifact.leftovers import Hold
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,9 +86,34 @@ def test_killed_at_random_moments_it_ends_in_the_same_bytes(work, tmp_path, caps
 
 def test_dry_run_prints_the_resolved_recipe(work, tmp_path, capsys, monkeypatch):
     recipe = ROOT / "recipes" / "rtn4.yaml"
-    answer = run(capsys, monkeypatch, "run", recipe, tmp_path / "out", "--dry-run", "--set", "quantize.bits=3")
-    assert (answer.code, "bits: 3" in answer.out, "windows: 32" in answer.out) == (0, True, True)
+    arguments = ("run", recipe, tmp_path / "out", "--dry-run", *settings(work, recipe), "--set", "quantize.bits=3")
+    answer = run(capsys, monkeypatch, *arguments)
+    assert (answer.code, "bits: 3" in answer.out, "top: 2048" in answer.out) == (0, True, True)
+    for form in ((), ("--json",)):
+        answer = run(capsys, monkeypatch, *arguments, *form, "--set", "evaluation.text=/nope")
+        assert (answer.code, "/nope" in answer.err, "bits" in answer.out) == (2, True, True), answer.err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_two_runs_in_one_folder(work, tmp_path, capsys, monkeypatch):
+    recipe = ROOT / "recipes" / "rtn4.yaml"
+    out = tmp_path / "parent" / "out"
+    arguments = ("run", recipe, out, *settings(work, recipe))
+    out.mkdir(parents=True)
+    first = Hold.take(out)
+    assert first is not None
+    answer = run(capsys, monkeypatch, *arguments)
+    assert (answer.code, "another run works here" in answer.err) == (2, True), answer.err
+    assert not list(out.iterdir())
+    first.release()
+    assert run(capsys, monkeypatch, *arguments).code == 0
+    link = tmp_path / "link"
+    link.symlink_to(out)
+    again = ("run", recipe, link, *settings(work, recipe), "--resume")
+    assert run(capsys, monkeypatch, *again).code == 0
+    first = Hold.take(out)
+    assert run(capsys, monkeypatch, *again).code == 2
 
 
 def test_what_is_wrong_is_found_before_anything_is_written(work, tmp_path, capsys, monkeypatch):

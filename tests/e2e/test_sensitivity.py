@@ -323,6 +323,7 @@ def test_the_true_bits_of_all_packed_modules_keep_the_target(packed, tmp_path, c
     stored = 8 * sum(stored.size_bytes for record in rows for stored in record.stored)
     weights = sum(record.parameters for record in rows)
     assert stored <= target * weights
+    assert f"{stored / weights:.4f} bits a weight, {target} asked for" in answer.err
     labels = {record.module: record.quantizer for record in rows}
     assert labels["lm_head"] == "affine6 g64"
     assert labels["model.layers.0.self_attn.k_proj"] == "affine8 g64"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.support.tiny_models import Tiny, write_tiny
-from tqtool.evals.teacher import header_hash, model_hash
 from tqtool.source import fingerprint as module
 from tqtool.source.checkpoint import Checkpoint, TensorRef, open_checkpoint
 from tqtool.source.fingerprint import fingerprint, sample
@@ -39,17 +37,16 @@ def change(folder: Path, rows: slice, config: str = "") -> Checkpoint:
 def test_a_fine_tune_of_large_matrices_alone_is_seen(large):
     before = open_checkpoint(str(large))
     assert before.tensors[NAME].nbytes > module.PIECES * module.PIECE_BYTES
-    old, old_model, old_header = fingerprint(before), model_hash(large), header_hash(large)
+    old, layout = fingerprint(before), before.content_hash()
     after = change(large, slice(None))
     assert fingerprint(after) != old
-    assert (model_hash(large) == old_model, header_hash(large) == old_header) == (False, True)
+    assert after.content_hash() == layout
 
 
 @pytest.mark.parametrize("rows", [slice(0, 1), slice(-1, None)])
 def test_first_and_last_bytes_count(large, rows):
-    old = fingerprint(open_checkpoint(str(large))), model_hash(large)
-    after = change(large, rows)
-    assert (fingerprint(after) == old[0], model_hash(large) == old[1]) == (False, False)
+    old = fingerprint(open_checkpoint(str(large)))
+    assert fingerprint(change(large, rows)) != old
 
 
 def test_what_lies_between_the_pieces_is_not_read(large):
@@ -59,9 +56,8 @@ def test_what_lies_between_the_pieces_is_not_read(large):
 
 
 def test_the_config_counts(large):
-    old = fingerprint(open_checkpoint(str(large))), model_hash(large)
-    after = change(large, slice(0, 0), config="10001.0")
-    assert (fingerprint(after) == old[0], model_hash(large) == old[1]) == (False, False)
+    old = fingerprint(open_checkpoint(str(large)))
+    assert fingerprint(change(large, slice(0, 0), config="10001.0")) != old
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 65536, 65537, 70001, 1 << 20])
@@ -83,11 +79,3 @@ def test_a_sample_is_bounded_and_no_byte_is_read_twice(tmp_path, size, monkeypat
     assert (spans[0][0], spans[-1][1]) == (4, 4 + size)
     assert all(one[1] <= two[0] for one, two in pairwise(spans))
     assert found == b"".join(content[begin - 4 : end - 4] for begin, end in spans)
-
-
-def test_the_hash_of_the_headers_is_what_older_dumps_have(large):
-    """Written out: they were made by these very bytes, and are to be recognized."""
-    raw = (large / "model.safetensors").read_bytes()
-    header = raw[: 8 + int.from_bytes(raw[:8], "little")]
-    body = (large / "config.json").read_bytes() + b"model.safetensors" + header
-    assert header_hash(large) == hashlib.sha256(body).hexdigest()

@@ -29,7 +29,7 @@ def example() -> Manifest:
     )
     return Manifest(
         kind="affine",
-        source=SourceRecord(kind="hub", location="org/name", revision="0123", content_sha256=HASH),
+        source=SourceRecord(kind="hub", location="org/name", revision="0123", content_sha256=HASH, sample_sha256=HASH),
         transforms=[TransformRecord(id="rotation.llama", seed=42, deviations=["no-r4"])],
         request={"verb": "convert", "rules": ["*=bits:8"], "packing": {"bits": 4}},
         tools={"tqtool": "0.1.0"},

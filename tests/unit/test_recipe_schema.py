@@ -91,7 +91,10 @@ def test_set_changes_one_field(tmp_path):
     for change, message in (
         ("quantize.k", "expected field=value"),
         ("quantize.k.z=1", "k has no fields"),
-        ("quantize.k=9", r"quantize\.k: Input should be less"),
+        ("quantize.k=9", r"--set quantize\.k=9: quantize\.k: Input should be less"),
+        ("quantize={verb: paint}", r"--set quantize=\{verb: paint\}: quantize: Input tag"),
+        ("quantize={verb: trellis, k: 9}", r"--set quantize=.*: quantize\.k: Input should be less"),
+        ("quantize.kk=1", r"--set quantize\.kk=1: quantize\.kk: Extra inputs"),
         ("quantize.k=[", "is not YAML"),
         ("nope=1", "nope: Extra inputs"),
         ("name=2024-13-45", "is not YAML"),

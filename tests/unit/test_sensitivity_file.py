@@ -36,7 +36,7 @@ def document(**changes: Any) -> Sensitivity:
         )
     fields: dict[str, Any] = {
         "base_model": "tiny",
-        "source_sha256": None,
+        "source_sample_sha256": None,
         "transforms": [],
         "candidate_bits": [2, 3, 4],
         "group_size": None,
@@ -295,6 +295,11 @@ def test_swaps_that_add_up_to_too_much_are_doubted():
     assert kmap_for(document(), 4.0).doubts() == ()
     doubtful = kmap_for(document(reference_kl=Value(mean=1.0, standard_error=None)), 4.0)
     assert "--reference high" in doubtful.doubts()[0]
+
+
+def test_a_budget_above_the_highest_candidates_is_said():
+    assert "highest candidate, 4 bits: the budget is not spent" in kmap_for(document(), 4.01).doubts()[0]
+    assert kmap_for(document(), 3.99).doubts() == ()
 
 
 # --------------------------------------------------------------------------------------------------------- k-maps

@@ -66,11 +66,14 @@ def kmap(
         note(f"note: {line}")
     report = {"budget": budget, "reference": sensitivity.reference, **mix.to_json()}
     if teacher is not None:
+        from tqtool.evals.candidates import teacher_notes
         from tqtool.evals.mix import open_measured, score_mix
         from tqtool.formats.teacher import open_dump
 
         dump = open_dump(teacher)
         candidates = open_measured(artifacts or (), sensitivity)
+        for line in teacher_notes(candidates, dump):
+            note(f"note: {line}")
         with progress("kl", 2 * (windows or dump.info.windows), quiet=as_json) as advance:
             score = score_mix(
                 candidates, mix.bits, budget, dump, lambda done: advance(done, "windows"), windows=windows

@@ -9,6 +9,9 @@ import typer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
+
+    from tqtool.recipes.opened import Advance
 
 HELP = """Carry out a recipe: calibrate, measure, quantize, verify, score, with everything in OUT.
 
@@ -30,7 +33,7 @@ def run(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved recipe and every step; write nothing.")
+        bool, typer.Option("--dry-run", help="Print recipe and steps, check all inputs; write nothing.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -43,18 +46,22 @@ def run(
 
     resolved = read_recipe(recipe, changes or ())
     from tqtool.pipeline.preflight import readable_bytes
-    from tqtool.recipes.run import outline, run_recipe
+    from tqtool.recipes.run import check_recipe, outline, run_recipe
+
+    def bar(label: str, total: float) -> AbstractContextManager[Advance]:
+        return progress(label, total, quiet=as_json)
 
     if dry_run:
         steps = outline(resolved)
         if as_json:
             emit_json({"recipe": resolved.model_dump(mode="json"), "steps": steps})
-            return
-        sys.stdout.write(dump_recipe(resolved).decode())
-        sys.stdout.write("".join(f"# {number}. {step}\n" for number, step in enumerate(steps, 1)))  # still YAML
+        else:
+            sys.stdout.write(dump_recipe(resolved).decode())
+            sys.stdout.write("".join(f"# {number}. {step}\n" for number, step in enumerate(steps, 1)))  # still YAML
+        check_recipe(resolved, out, bar, resume=resume)  # after the steps, which help to mend what it finds
         return
 
-    report = run_recipe(resolved, out, lambda label, total: progress(label, total, quiet=as_json), resume=resume)
+    report = run_recipe(resolved, out, bar, resume=resume)
     if as_json:
         emit_json(asdict(report))
         return

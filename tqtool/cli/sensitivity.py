@@ -71,6 +71,8 @@ def sensitivity(
         "protected": list(job.candidates.protected),
         "peak_memory_bytes": job.peak_memory_bytes,
     }
+    for line in job.notes:
+        note(f"note: {line}")
     if dry_run:
         size = f"{facts['groups']} groups, {job.swaps} swaps, about {readable_bytes(job.peak_memory_bytes)} of memory"
         emit_json(facts) if as_json else emit_line(f"{out}: would hold {size}")

@@ -17,6 +17,7 @@ from tqtool.artifact.reader import read_config, read_manifest
 from tqtool.errors import UserError
 from tqtool.formats.manifest import Manifest, TensorRecord, encode
 from tqtool.formats.sensitivity import Candidate, tie
+from tqtool.formats.teacher import TeacherDump
 from tqtool.formats.trellis import TrellisSpec, specs_from_config
 from tqtool.transform.plan import Role
 
@@ -124,6 +125,17 @@ def open_candidates(folders: Sequence[Path], *, include_head: bool = False) -> C
         artifacts=tuple(artifacts),
         groups=tuple(tuple(group) for group in tie(free)),
         protected=tuple(name for name in tables if name not in swapped),
+    )
+
+
+def teacher_notes(candidates: Candidates, dump: TeacherDump) -> tuple[str, ...]:
+    """A note where ``dump`` is not of the weights that the candidates were made from: another model, or a copy."""
+    source, info = candidates.artifacts[0].manifest.source, dump.info
+    if info.model_hash == source.sample_sha256:
+        return ()
+    return (
+        f"the teacher is not the source of the candidates: {Path(info.model).name}, sample {info.model_hash[:12]}; "
+        f"{source.location}, sample {source.sample_sha256[:12]}",
     )
 
 

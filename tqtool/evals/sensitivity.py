@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from tqtool.artifact.output import check_writable, whole_file
 from tqtool.errors import UserError
-from tqtool.evals.candidates import Candidates, CodedArtifact, open_candidates
+from tqtool.evals.candidates import Candidates, CodedArtifact, open_candidates, teacher_notes
 from tqtool.evals.estimate import estimate
 from tqtool.evals.swap_log import SwapLog, log_path, open_log
 from tqtool.evals.swaps import SwapScorer
@@ -89,6 +89,11 @@ class SensitivityJob:
         hidden = next(record.shape[-1] for record in manifest.tensors if record.role == Role.EMBEDDING.value)
         states = 4 * hidden * self.windows * info.context
         return BASE_MEMORY_BYTES + 4 * manifest.totals.parameters + states + 8 * info.context * info.vocab_size
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What one may want and should know; see ``teacher_notes``."""
+        return teacher_notes(self.candidates, self.dump)
 
     def key(self) -> str:
         """Names the run: two with one key give the same bytes."""
@@ -186,7 +191,7 @@ def _document(job: SensitivityJob, reference: NDArray[np.float64], done: SwapLog
     manifest = job.reference.manifest
     return Sensitivity(
         base_model=manifest.source.location,
-        source_sha256=manifest.source.content_sha256,
+        source_sample_sha256=manifest.source.sample_sha256,
         transforms=[Transform(id=record.id, seed=record.seed) for record in manifest.transforms],
         candidate_bits=[artifact.setting.bits for artifact in candidates.artifacts],
         group_size=sizes.pop() if len(sizes) == 1 else None,
@@ -206,7 +211,7 @@ def _document(job: SensitivityJob, reference: NDArray[np.float64], done: SwapLog
             skip=info.skip,
         ),
         tools=_tools(),
-        notes=[],
+        notes=list(job.notes),
     )
 
 

@@ -18,14 +18,13 @@ from tqtool.evals.context import context_warnings
 from tqtool.evals.estimate import perplexity
 from tqtool.evals.logits import gather, top_ids, vocabulary_sums, window_logits
 from tqtool.evals.text import TokenWindows, check_source, read_windows, tokenizer_hash
-from tqtool.formats.safetensors import build_header, read_header
+from tqtool.formats.safetensors import build_header
 from tqtool.formats.teacher import TENSORS, TeacherInfo, TeacherWindow
 from tqtool.pipeline.preflight import require_disk
 from tqtool.runtime.load import LoadedModel, load_tokenizer, model_folder
-from tqtool.source.checkpoint import TensorRef
+from tqtool.source.checkpoint import open_checkpoint
 from tqtool.source.config import CONFIG_NAME, read_config, text_config
-from tqtool.source.fingerprint import sample
-from tqtool.source.layout import WEIGHTS_GLOB
+from tqtool.source.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -135,7 +134,7 @@ def dump_teacher(source: LoadedModel, out: Path, request: TeacherRequest, tick: 
     require_disk(out.absolute().parent, dump_bytes(windows=request.windows, context=request.context, top=top))
     info = TeacherInfo(
         model=_unicode(source.report.path),
-        model_hash=model_hash(source.report.path),
+        model_hash=fingerprint(open_checkpoint(str(source.report.path), allow_quantized=True)),
         dtype=source.report.dtype or "stored",
         text=_unicode(Path(request.text.name)),
         text_sha256=text.text_sha256,
@@ -197,42 +196,6 @@ def summarize(logits: NDArray[np.float32], tokens: NDArray[np.uint32], top: int)
         top_ids=ids,
         top_logits=gather(logits, ids),
     )
-
-
-def model_hash(folder: Path) -> str:
-    """SHA-256 over ``header_hash`` and up to 64 KiB of every tensor (``source.fingerprint.sample``).
-
-    Cheap next to loading the model, and it tells two fine-tunes apart.
-
-    Raises:
-        SourceError: a weight file is damaged or cannot be read.
-    """
-    digest = hashlib.sha256(header_hash(folder).encode())
-    for file in _weight_files(folder):
-        for name, info in sorted(read_header(file).tensors.items()):
-            digest.update(
-                sample(
-                    TensorRef(name=name, dtype=info.dtype, shape=info.shape, path=file, begin=info.begin, end=info.end)
-                )
-            )
-    return digest.hexdigest()
-
-
-def header_hash(folder: Path) -> str:
-    """SHA-256 over ``config.json`` and the headers of the weight files, without a value.
-
-    It was the ``model_hash`` of dumps before values counted: kept to say so of such a dump.
-    """
-    digest = hashlib.sha256((folder / CONFIG_NAME).read_bytes())
-    for file in _weight_files(folder):
-        with file.open("rb") as stream:
-            length = stream.read(8)
-            digest.update(file.name.encode() + length + stream.read(int.from_bytes(length, "little")))
-    return digest.hexdigest()
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob(WEIGHTS_GLOB))
 
 
 class _DumpFile:

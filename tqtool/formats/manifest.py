@@ -29,12 +29,17 @@ class _Model(BaseModel):
 
 
 class SourceRecord(_Model):
-    """The checkpoint the artifact was made from; ``content_sha256`` covers layout and every tensor read."""
+    """The checkpoint the artifact was made from.
+
+    ``content_sha256`` covers layout and every tensor read, ``sample_sha256`` a sample of them all
+    (``tqtool.source.fingerprint``), which calibrations, dumps and measurements name their model by too.
+    """
 
     kind: Literal["folder", "hub"]
     location: str
     revision: str | None
     content_sha256: Sha256
+    sample_sha256: Sha256
 
 
 class TransformRecord(_Model):

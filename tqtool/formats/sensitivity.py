@@ -100,7 +100,7 @@ class Sensitivity(_Model):
     format_version: Literal[1] = 1
     metric: Literal["kl_divergence_vs_reference"] = "kl_divergence_vs_reference"
     base_model: str | None
-    source_sha256: Sha256 | None
+    source_sample_sha256: Sha256 | None
     transforms: list[Transform]
     candidate_bits: list[Bits]
     group_size: Positive | None

@@ -18,10 +18,18 @@ from tqtool.transform.plan import OutputTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AffineMix:
-    """The mix and the rules that make it."""
+    """The mix, the rules that make it, and what all packed modules then store a weight."""
 
     mix: Mix
     rules: tuple[Rule, ...]
+    stored_bpw: float
+
+    def notes(self, model: str | None, target: float) -> tuple[str, ...]:
+        """What a plan says of it; ``model`` is the one that was measured."""
+        return (
+            f"all packed modules together: {self.stored_bpw:.4f} bits a weight, {target} asked for",
+            *self.mix.notes(model),
+        )
 
 
 def candidate_packings(sensitivity: Sensitivity) -> dict[int, Packed]:
@@ -81,9 +89,16 @@ def affine_mix(
         packing = packings[bits]
         return sum(_stored_bits(modules[name], _quantizer(packing, dtype_of(modules[name]))) for name in group.modules)
 
-    total = exact(target_bpw, "--target-bpw") * sum(math.prod(output.shape) for output in packed) - fixed
+    weights = sum(math.prod(output.shape) for output in packed)
+    total = exact(target_bpw, "--target-bpw") * weights - fixed
     mix = mix_for(sensitivity, free, total, cost, f"--target-bpw {target_bpw}", list(packings))
-    return AffineMix(mix=mix, rules=tuple(_rule(name, packings[bits]) for name, bits in mix.bits.items()))
+    rates = dict(mix.groups)
+    spent = fixed + sum(cost(group, rates[tuple(group.modules)]) for group in free)
+    return AffineMix(
+        mix=mix,
+        rules=tuple(_rule(name, packings[bits]) for name, bits in mix.bits.items()),
+        stored_bpw=spent / weights,
+    )
 
 
 def _require_same(sensitivity: Sensitivity, modules: dict[str, OutputTensor]) -> None:

@@ -14,6 +14,8 @@ from tqtool.errors import UserError
 from tqtool.formats.kmap import RATES
 from tqtool.formats.sensitivity import Group, Sensitivity
 from tqtool.mathx.allocation import Option, allocate
+from tqtool.source.checkpoint import Checkpoint
+from tqtool.source.fingerprint import fingerprint
 from tqtool.transform.plan import TransformPlan
 
 Cost = Callable[[Group, int], int]
@@ -32,6 +34,7 @@ class Mix:
         kl: The reference's KL and ``change``; None where the file has none.
         gap: No mix within the budget has a predicted KL lower by more than this.
         noisy: Groups of which some candidate has more bits and a higher KL than another.
+        is_slack: Every group has the highest rate there is, and bits of the budget are left.
         counts: Nominal bits → groups.
     """
 
@@ -42,6 +45,7 @@ class Mix:
     kl: float | None
     gap: float
     noisy: int
+    is_slack: bool
     counts: Mapping[int, int]
 
     @property
@@ -71,17 +75,28 @@ class Mix:
         )
 
     def doubts(self) -> tuple[str, ...]:
-        """Why the sum of the swaps cannot be true, if it cannot."""
-        if self.kl is None or self.kl >= 0:
-            return ()
-        return (
-            "the swaps add up to more than the reference's whole KL: it is too far from the teacher to tell modules "
-            "apart; measure with --reference high, or with higher candidates",
-        )
+        """Why the sum of the swaps cannot be true, if it cannot; that the budget asks for more than there is."""
+        found = []
+        if self.is_slack:
+            found.append(
+                f"every measured module has the highest candidate, {max(self.counts)} bits: the budget is not spent"
+            )
+        if self.kl is not None and self.kl < 0:
+            found.append(
+                "the swaps add up to more than the reference's whole KL: it is too far from the teacher to tell "
+                "modules apart; measure with --reference high, or with higher candidates"
+            )
+        return tuple(found)
 
 
-def require_basis(sensitivity: Sensitivity, transform: TransformPlan) -> None:
-    """UserError where the swaps were measured in another basis than ``transform``; a file without one passes."""
+def basis_notes(
+    sensitivity: Sensitivity, checkpoint: Checkpoint, transform: TransformPlan, *, is_trellis: bool
+) -> tuple[str, ...]:
+    """What was measured differs from the job in a way that one may want: other weights, another way of coding.
+
+    Raises:
+        UserError: it was measured in another basis than ``transform``; a file without one passes.
+    """
     measured = [(record.id, record.seed) for record in sensitivity.transforms]
     if measured and measured != [(transform.id, transform.seed)]:
         found = ", ".join(name if seed is None else f"{name} with seed {seed}" for name, seed in measured)
@@ -90,6 +105,17 @@ def require_basis(sensitivity: Sensitivity, transform: TransformPlan) -> None:
             f"sensitivity: measured under {found}, the job is {here}",
             hint="measure artifacts of this rotation and seed, or give theirs (--rotate-weights, --rotation-seed)",
         )
+    notes = []
+    there = sensitivity.source_sample_sha256
+    if there is not None and there != (here := fingerprint(checkpoint)):
+        notes.append(
+            f"sensitivity: measured on other weights than {checkpoint.path.name}: "
+            f"{sensitivity.base_model}, sample {there[:12]}, found {here[:12]}"
+        )
+    modes = sorted({candidate.mode for candidate in sensitivity.candidates} - {"trellis"})
+    if is_trellis and modes:
+        notes.append(f"sensitivity: measured on {', '.join(modes)} candidates, spent on the trellis")
+    return tuple(notes)
 
 
 def mix_for(
@@ -125,6 +151,7 @@ def mix_for(
         kl=None if reference is None else reference.mean + float(found.loss),
         gap=float(found.loss - found.bound),
         noisy=sum(_rises(curve) for curve in curves),
+        is_slack=set(chosen) == {rates[-1]} and sum(curve[-1].bits for curve in curves) < budget,
         counts={bits: chosen.count(bits) for bits in rates},
     )
 

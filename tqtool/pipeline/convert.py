@@ -16,7 +16,7 @@ from tqtool.errors import ArtifactError, UserError
 from tqtool.formats.dtypes import DType
 from tqtool.formats.sensitivity import Sensitivity
 from tqtool.pipeline.affine_mix import AffineMix, affine_mix, candidate_packings
-from tqtool.pipeline.allocation import require_basis
+from tqtool.pipeline.allocation import basis_notes
 from tqtool.pipeline.calibrated import SINK_WEIGHT, calibrated_affine, open_hessians
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
 from tqtool.pipeline.rules import Choices, Dense, Packed, Rule, Setting, resolve
@@ -90,8 +90,9 @@ def plan_convert(request: ConvertRequest) -> Job:
         request = replace(request, packing=packings[min(packings)])
     checkpoint = open_checkpoint(request.source, revision=request.revision)
     transform = plan_transform(checkpoint, rotation_seed=request.rotation_seed)
+    basis: tuple[str, ...] = ()
     if request.sensitivity is not None:
-        require_basis(request.sensitivity, transform)
+        basis = basis_notes(request.sensitivity, checkpoint, transform, is_trellis=False)
     default: Setting = request.packing or Dense()
     target = StoredDtype(checkpoint, request.dtype)
     rules = (*head_rules(transform, request), *request.rules)
@@ -104,7 +105,7 @@ def plan_convert(request: ConvertRequest) -> Job:
     choices, calibration = _calibrated(request, checkpoint, transform, choices)
     extras = JobExtras(
         notes=choices.notes,
-        plan_notes=(*target.notes(), *choices.counted_notes(), *_mix_notes(request, mixed)),
+        plan_notes=(*target.notes(), *choices.counted_notes(), *basis, *_mix_notes(request, mixed)),
         hints=head_hints(transform, choices),
         default_entry=None if request.packing is None else packed_entry(request.packing),
         dtype=target.config_dtype,
@@ -153,9 +154,9 @@ def _mixed(
 
 
 def _mix_notes(request: ConvertRequest, mixed: AffineMix | None) -> tuple[str, ...]:
-    if mixed is None or request.sensitivity is None:
+    if mixed is None or request.sensitivity is None or request.target_bpw is None:
         return ()
-    return mixed.mix.notes(request.sensitivity.base_model)
+    return mixed.notes(request.sensitivity.base_model, request.target_bpw)
 
 
 def _allocation(request: ConvertRequest, mixed: AffineMix | None) -> dict[str, Any]:

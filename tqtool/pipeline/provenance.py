@@ -25,6 +25,7 @@ from tqtool.formats.manifest import (
 from tqtool.pipeline.plan import JobTotals, Work
 from tqtool.solve.quantizer import QuantResult
 from tqtool.source.checkpoint import Checkpoint
+from tqtool.source.fingerprint import fingerprint
 from tqtool.transform.plan import TransformPlan
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ def build_manifest(
             location=source_name(job.checkpoint),
             revision=job.checkpoint.origin.revision,
             content_sha256=used_content(job.checkpoint, source_sha256),
+            sample_sha256=fingerprint(job.checkpoint),
         ),
         transforms=list(transforms),
         request=dict(job.extras.request),

@@ -17,7 +17,7 @@ from tqtool.errors import ArtifactError, UserError
 from tqtool.formats.kmap import rates_of
 from tqtool.formats.sensitivity import Sensitivity
 from tqtool.mathx.signs import require_seed
-from tqtool.pipeline.allocation import coded_mix, require_basis
+from tqtool.pipeline.allocation import basis_notes, coded_mix
 from tqtool.pipeline.calibrated import SINK_WEIGHT, Hessians, calibrated_affine, open_hessians
 from tqtool.pipeline.coding import (
     MODEL_FILE,
@@ -146,8 +146,9 @@ def plan_trellis(request: TrellisRequest) -> Job:
     checkpoint = open_checkpoint(request.source, revision=request.revision)
     transform = _transform(checkpoint, request)
     coded = coded_modules(transform, request.modules, request.rules)
+    basis: tuple[str, ...] = ()
     if request.sensitivity is not None:
-        require_basis(request.sensitivity, transform)
+        basis = basis_notes(request.sensitivity, checkpoint, transform, is_trellis=True)
     request, mix_notes = _budgeted(request, coded)
     target = StoredDtype(checkpoint, None)
     other = request.other or OTHER
@@ -181,7 +182,7 @@ def plan_trellis(request: TrellisRequest) -> Job:
         config=packed_config(coded, quantizers) if is_packed else {},
         files={**request.files, **({MODEL_FILE: stock_model_source()} if is_packed else {})},
         notes=notes,
-        plan_notes=(*target.notes(), *chosen.counted_notes(), *mix_notes, *fold_notes),
+        plan_notes=(*target.notes(), *chosen.counted_notes(), *basis, *mix_notes, *fold_notes),
         dtype=target.config_dtype,
         default_entry=packed_entry(other),
         request={**request.to_json(), **({} if hessians is None else {"calibration": hessians.to_json()})},

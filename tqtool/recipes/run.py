@@ -11,12 +11,15 @@ OUT/kl.json                 its scores
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tqtool.artifact.leftovers import Hold
 from tqtool.artifact.output import whole_file
-from tqtool.errors import UserError
+from tqtool.errors import ArtifactError, UserError
 from tqtool.pipeline.job import Meter
 from tqtool.recipes.jobs import KMAP_NAME, SENSITIVITY_NAME, Target, files_inside, is_trellis, plan_quantization
 from tqtool.recipes.measuring import Measured, measure, mix_step
@@ -59,12 +62,43 @@ def run_recipe(recipe: Recipe, out: Path, progress: Progress, *, resume: bool = 
     """Carry ``recipe`` out in ``out``.
 
     Raises:
-        UserError: a part cannot be carried out; ``out`` holds another run, one begun on other weights, or one that
-            ``resume`` was not given for.
+        UserError: a part cannot be carried out; ``out`` holds another run, one begun on other weights, one that
+            ``resume`` was not given for, or one that goes on now.
         ArtifactError: writing failed; what was written does not verify; what is there came from another run.
     """
-    is_begun = _is_begun(recipe, out, resume=resume)
-    run = open_run(recipe, out, progress)
+    run = check_recipe(recipe, out, progress, resume=resume)
+    with _alone_in(out):
+        return _carry_out(run, is_begun=_is_begun(recipe, out, resume=resume))
+
+
+def check_recipe(recipe: Recipe, out: Path, progress: Progress, *, resume: bool = False) -> OpenRun:
+    """All that can fail before the first matmul; nothing is written. Errors as ``run_recipe``."""
+    _is_begun(recipe, out, resume=resume)
+    return open_run(recipe, out, progress)
+
+
+@contextmanager
+def _alone_in(out: Path) -> Iterator[None]:
+    """Hold ``out`` against a second run; without a hold where the file system has no locks."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArtifactError(f"{out}: cannot be created ({error})", hint="choose another OUT") from error
+    try:
+        hold = Hold.take(out.resolve())
+    except OSError:
+        yield
+        return
+    if hold is None:
+        raise UserError(f"{out}: another run works here", hint="wait for it, or choose another OUT")
+    try:
+        yield
+    finally:
+        hold.release()
+
+
+def _carry_out(run: OpenRun, *, is_begun: bool) -> RunReport:
+    recipe, out = run.recipe, run.out
     if not is_begun:
         with whole_file(out / RECIPE_NAME) as (file, _):
             file.write(dump_recipe(recipe))
@@ -147,7 +181,11 @@ def _artifact(run: OpenRun, hessians: Path | None, steps: dict[str, str]) -> Non
     if is_written(folder):
         names = {"sensitivity.json": SENSITIVITY_NAME, "kmap.json": KMAP_NAME} if measures else {}
         left = {inside: run.out / name for name, inside in names.items() if (run.out / name).exists()}
-        require_inside(folder, {**files, **{inside: path.read_bytes() for inside, path in left.items()}})
+        require_inside(folder, files)
+        for inside, path in left.items():
+            if (folder / inside).is_file() and (folder / inside).read_bytes() != path.read_bytes():
+                raise ArtifactError(f"{path}: not the one in {folder}", hint="remove the one that is not of this run")
+        require_inside(folder, {inside: path.read_bytes() for inside, path in left.items()})
         require_calibrated(folder, hessians)
         require_made_from(run, folder)
         before = ("candidates", "measuring dump", "sensitivity") if measures else ()

@@ -230,10 +230,9 @@ def read_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
         problems = error.errors(include_url=False)
         first = problems[0]
         field = ".".join(str(part) for part in first["loc"] if part not in ("convert", "trellis")) or "recipe"
-        line = _line_of(node, first["loc"])
-        where = f", line {line}" if line is not None else ""
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise UserError(f"{path}{where}: {field}: {first['msg']}{more}", hint=_known_fields(first["loc"])) from error
+        where = _place_of(field, path, _line_of(node, first["loc"]), changes)
+        raise UserError(f"{where}: {field}: {first['msg']}{more}", hint=_known_fields(first["loc"])) from error
 
 
 def dump_recipe(recipe: Recipe) -> bytes:
@@ -282,6 +281,15 @@ def _given_twice(root: yaml.Node | None) -> tuple[str, int, int] | None:
                 lines[identity] = line
             waiting += [item for _, item in reversed(node.value)]
     return None
+
+
+def _place_of(field: str, path: Path, line: int | None, changes: Sequence[str]) -> str:
+    """The change that gave ``field`` its value, else the file and the line."""
+    for change in reversed(changes):
+        name = change.partition("=")[0]
+        if f"{field}.".startswith(f"{name}."):
+            return f"--set {change}"
+    return f"{path}" if line is None else f"{path}, line {line}"
 
 
 def _line_of(node: yaml.Node | None, location: Sequence[int | str]) -> int | None:

@@ -15,7 +15,7 @@ from tqtool.artifact.verify import verify_artifact
 from tqtool.calibration.calibrate import calibrate
 from tqtool.errors import ArtifactError
 from tqtool.evals.kl import KlReport, score_kl
-from tqtool.evals.teacher import TeacherRequest, dump_teacher, header_hash, model_hash
+from tqtool.evals.teacher import TeacherRequest, dump_teacher
 from tqtool.formats.hessians import open_calibration
 from tqtool.formats.manifest import MANIFEST_NAME, Totals
 from tqtool.formats.teacher import TeacherDump, open_dump
@@ -26,6 +26,7 @@ from tqtool.recipes.jobs import is_trellis
 from tqtool.recipes.opened import OpenRun
 from tqtool.recipes.sources import AGAIN
 from tqtool.runtime.load import load, scoring_compute
+from tqtool.source.fingerprint import fingerprint
 
 DONE, FOUND = "done", "found"
 
@@ -152,7 +153,7 @@ def require_scored(run: OpenRun, path: Path, found: Mapping[str, Any], dump: Pat
     """
     scored = found.get("scored")
     if not isinstance(scored, dict):
-        raise ArtifactError(f"{path}: does not say what it scored: an earlier tqtool wrote it", hint=AGAIN)
+        raise ArtifactError(f"{path}: does not say what it scored", hint=AGAIN)
     artifact = run.out / "artifact"
     if scored.get("manifest_sha256") != manifest_sha256(artifact):
         raise ArtifactError(f"{path}: scores of another artifact than {artifact}", hint=AGAIN)
@@ -178,11 +179,6 @@ def _open_own(run: OpenRun, path: Path, request: TeacherRequest) -> TeacherDump:
     """The dump ``path``; ArtifactError unless it is of this source and what ``request`` asks for."""
     dump = open_dump(path)
     if not _is_asked_for(run, _facts(dump), request):
-        if dump.info.model_hash == header_hash(run.checkpoint.path):
-            raise ArtifactError(
-                f"{path}: made by an earlier tqtool: its model_hash covers no weights, it may be of another fine-tune",
-                hint=AGAIN,
-            )
         raise ArtifactError(f"{path}: a dump of another source, text or setting", hint=AGAIN)
     return dump
 
@@ -195,7 +191,7 @@ def _facts(dump: TeacherDump) -> dict[str, Any]:
 def _is_asked_for(run: OpenRun, facts: Mapping[str, Any], request: TeacherRequest) -> bool:
     vocabulary = facts.get("vocab_size")
     wanted = {
-        "model_hash": model_hash(run.checkpoint.path),
+        "model_hash": fingerprint(run.checkpoint),
         "text_sha256": hashlib.sha256(request.text.read_bytes()).hexdigest(),
         "windows": request.windows,
         "context": request.context,
