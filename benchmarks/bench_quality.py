@@ -261,14 +261,23 @@ def student_of(setting: Setting, arm: Arm) -> Path:
 
 def make_recipe(setting: Setting, arm: Arm, target: Path) -> dict[str, Any]:
     """`tqtool run` on our source, text and sizes; the scoring is done here, like everybody's."""
+    sets = [part for change in recipe_changes(setting, arm.recipe) for part in ("--set", change)]
+    return json.loads(run([str(TQTOOL), "run", str(arm.recipe), str(target), *sets, "--json"]))
+
+
+def recipe_changes(setting: Setting, path: Path) -> list[str]:
+    """What makes a recipe one of our arms: source, text, sizes; bits are chosen behind the windows that are scored."""
     from tqtool.recipes.schema import read_recipe
 
     changes = [f"source={setting.source}", "evaluation=null"]
-    if read_recipe(arm.recipe).needs_hessians:
+    recipe = read_recipe(path)
+    if recipe.allocation is not None:
+        changes += [f"allocation.text={setting.text}", f"allocation.context={setting.context}"]
+        changes += [f"allocation.skip={setting.windows}"]
+    if recipe.needs_hessians:
         changes += [f"calibration.text={setting.text}", f"calibration.rows={setting.rows}"]
         changes += [f"calibration.context={setting.context}"]
-    sets = [part for change in changes for part in ("--set", change)]
-    return json.loads(run([str(TQTOOL), "run", str(arm.recipe), str(target), *sets, "--json"]))
+    return changes
 
 
 def score(setting: Setting, arm: Arm, folder: Path, content: str, conditions: Mapping[str, Any]) -> dict[str, Any]:

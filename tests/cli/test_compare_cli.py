@@ -96,7 +96,7 @@ def test_the_page_needs_nothing_else_and_is_the_same_twice(tqtool, models, tmp_p
     assert "0.5000 ± 0.0200" in answer.out
 
 
-@pytest.mark.parametrize("key", ["teacher", "windows", "context", "teacher_ppl"])
+@pytest.mark.parametrize("key", ["teacher_hash", "text_sha256", "windows", "context", "skip", "teacher_ppl"])
 def test_scores_of_other_conditions_are_refused(tqtool, models, tmp_path, key):
     one = report(tmp_path / "q4.json", models["q4"], 0.5)
     two = report(tmp_path / "r.json", models["rotated"], 0.6, **{key: 99})

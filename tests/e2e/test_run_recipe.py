@@ -156,6 +156,11 @@ def test_what_another_run_left_is_not_taken(work, tmp_path, capsys, monkeypatch)
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name / name)
         answer = run(capsys, monkeypatch, *mine[:2], tmp_path / name, *mine[3:], "--resume")
         assert (answer.code, name in answer.err) == (4, True), (name, answer.err)
+    scores = json.loads((tmp_path / "mine" / "kl.json").read_text())
+    scores["kl"]["mean"] /= 2
+    (tmp_path / "mine" / "kl.json").write_text(json.dumps(scores))
+    answer = run(capsys, monkeypatch, *mine, "--resume")
+    assert (answer.code, "kl.json: was edited since" in answer.err) == (4, True), answer.err
     for text in ("{", "{}", "[]"):
         (tmp_path / "mine" / "kl.json").write_text(text)
         answer = run(capsys, monkeypatch, *mine, "--resume")

@@ -208,3 +208,13 @@ def test_scales_and_offsets_have_the_gradients_of_the_formula(benchmarks):
     outer = (np.array(y).T @ np.array(x)).reshape(8, 2, 64)
     np.testing.assert_allclose(np.array(grads[0]), (outer * codes.reshape(8, 2, 64)).sum(-1), rtol=1e-4, atol=1e-3)
     np.testing.assert_allclose(np.array(grads[1]), outer.sum(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_a_recipe_chooses_its_bits_behind_the_windows_that_are_scored(benchmarks, tmp_path):
+    bench = benchmarks["bench_quality"]
+    setting = bench.parse(["SRC", "--text", "t.txt", "--work", str(tmp_path), "--windows", "8", "--context", "256"])[0]
+    recipes = Path(BENCHMARKS).parent / "recipes"
+    changes = bench.recipe_changes(setting, recipes / "trellis-kmap-3.0.yaml")
+    assert {f"allocation.text={setting.text}", "allocation.skip=8", "allocation.context=256"} <= set(changes)
+    assert {f"calibration.text={setting.text}", "evaluation=null"} <= set(changes)
+    assert not [change for change in bench.recipe_changes(setting, recipes / "gptq4.yaml") if "allocation" in change]

@@ -13,19 +13,27 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tqtool.artifact.output import check_writable, whole_file
+from tqtool.calibration.progress import (
+    PROGRESS_NAME,
+    State,
+    load_hidden,
+    read_state,
+    state_file,
+    write_state,
+    write_tensors,
+)
 from tqtool.calibration.rows import CalibrationRows, read_rows, require_disjoint
 from tqtool.calibration.sinks import RATIO, sink_rows
 from tqtool.errors import ArtifactError, NumericalError, UserError
 from tqtool.evals.text import tokenizer_hash
-from tqtool.formats.dtypes import DType
 from tqtool.formats.hessians import (
     INFO_NAME,
     TAIL_FILE,
@@ -36,7 +44,6 @@ from tqtool.formats.hessians import (
     layer_tensors,
     pack_triangle,
 )
-from tqtool.formats.safetensors import build_header, read_header
 from tqtool.formats.teacher import open_dump
 from tqtool.pipeline.convert import plan_transform
 from tqtool.pipeline.preflight import require_disk
@@ -51,7 +58,6 @@ from tqtool.transform.plan import Role, TransformPlan
 if TYPE_CHECKING:
     from tqtool.calibration.forward import StreamedModel
 
-PROGRESS_NAME = "progress.json"
 LOCK_NAME = ".lock"
 MAX_SINKS = 4096
 """Sink rows kept whole for one input; more than that are no longer rare and are summed like the others."""
@@ -111,16 +117,6 @@ class CalibrationJob:
             [self.request.context, _tools()],
         ]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-@dataclass(slots=True)
-class _State:
-    """What ``progress.json`` holds: finished layers, their records, the hash of every file."""
-
-    key: str
-    layers_done: int = 0
-    inputs: list[InputRecord] = field(default_factory=list)
-    files: dict[str, str] = field(default_factory=dict)
 
 
 def plan_calibration(request: CalibrationRequest) -> CalibrationJob:
@@ -193,7 +189,7 @@ def _check_target(job: CalibrationJob) -> None:
     if (out / PROGRESS_NAME).exists():
         if not job.request.resume:
             raise UserError(f"{out}: holds an interrupted calibration", hint="--resume finishes it")
-        if _read_state(out).key != job.key():
+        if read_state(out).key != job.key():
             raise UserError(f"{out}: was begun with another source, text or setting", hint="choose another OUT")
     elif out.exists() and (not out.is_dir() or any(path.name != LOCK_NAME for path in out.iterdir())):
         raise UserError(f"{out}: exists and is not empty", hint="choose another OUT")
@@ -206,7 +202,7 @@ def calibrate(job: CalibrationJob, tick: Tick = lambda layers: None) -> Calibrat
     Memory: two copies of the hidden states, one layer in float32, ``8·in²`` bytes for each of its four inputs.
 
     Raises:
-        NumericalError: a weight or a hidden state is not finite.
+        NumericalError: a weight is not finite, or no sequence's hidden state is.
         ArtifactError: writing failed, or another run writes the same folder.
     """
     ensure_blas()
@@ -216,13 +212,15 @@ def calibrate(job: CalibrationJob, tick: Tick = lambda layers: None) -> Calibrat
     out.mkdir(parents=True, exist_ok=True)
     require_disk(out, job.disk_bytes)
     with _only_writer(out):
-        state = _read_state(out) if (out / PROGRESS_NAME).exists() else None
+        state = read_state(out) if (out / PROGRESS_NAME).exists() else None
         if state is None:
             check_finite(job.checkpoint)
-            state = _State(key=job.key())
+            state = State(key=job.key())
         model = StreamedModel(job.checkpoint, job.plan)
         hidden = (
-            _load_hidden(out, state, job) if state.layers_done else [model.begin(row) for row in job.rows.sequences]
+            load_hidden(out, state, job.rows.sequences)
+            if state.layers_done
+            else [model.begin(row) for row in job.rows.sequences]
         )
         tick(state.layers_done)
         for index in range(state.layers_done, model.depth):
@@ -231,32 +229,39 @@ def calibrate(job: CalibrationJob, tick: Tick = lambda layers: None) -> Calibrat
         return _finish(job, model, hidden, state)
 
 
-def _layer(job: CalibrationJob, model: StreamedModel, index: int, hidden: list[Array], state: _State) -> list[Array]:
+def _layer(job: CalibrationJob, model: StreamedModel, index: int, hidden: list[Array], state: State) -> list[Array]:
     model.fill(index)
-    readers = model.readers(index, hidden[0])
+    readers = model.readers(index, hidden[state.kept(len(hidden))[0]])
     sums: dict[str, _InputSum] = {}
-    for at, entering in enumerate(hidden):
-        inputs: dict[str, Array] = {}
+    for at in state.kept(len(hidden)):
+        entering, inputs = hidden[at], dict[str, Array]()
         leaving = model.run(index, entering, inputs.__setitem__)
-        if not np.isfinite(leaving).all():
-            raise NumericalError(f"layer {index}: the hidden state of row {at} is not finite", hint="look at its text")
+        if not np.isfinite(leaving).all():  # neither in this layer's sums nor in later ones
+            state.dropped[at] = index
+            hidden[at] = np.zeros_like(leaving)
+            continue
         sinks = sink_rows(entering, leaving, ratio=RATIO)
         for key, rows in inputs.items():
             sums.setdefault(key, _InputSum(rows.shape[1])).add(rows, sinks)
         hidden[at] = leaving
+    if not state.kept(len(hidden)):
+        raise NumericalError(
+            f"layer {index}: no sequence's hidden state is finite",
+            hint="the weights overflow in float32: is the checkpoint whole, and does eval ppl work on it?",
+        )
     model.empty(index)
     file = f"layer-{index:05d}.safetensors"
     _write_inputs(job.request.out, file, {key: (readers[key], total) for key, total in sums.items()}, state)
     old, state.layers_done = state.layers_done, index + 1
-    _write_tensors(job.request.out / _state_file(index + 1), {"hidden": np.concatenate(hidden)})
-    state.files[_state_file(index + 1)] = hash_file(job.request.out / _state_file(index + 1))
-    state.files.pop(_state_file(old), None)
-    _write_state(job.request.out, state)
-    (job.request.out / _state_file(old)).unlink(missing_ok=True)
+    write_tensors(job.request.out / state_file(index + 1), {"hidden": np.concatenate(hidden)})
+    state.files[state_file(index + 1)] = hash_file(job.request.out / state_file(index + 1))
+    state.files.pop(state_file(old), None)
+    write_state(job.request.out, state)
+    (job.request.out / state_file(old)).unlink(missing_ok=True)
     return hidden
 
 
-def _finish(job: CalibrationJob, model: StreamedModel, hidden: list[Array], state: _State) -> CalibrationInfo:
+def _finish(job: CalibrationJob, model: StreamedModel, hidden: list[Array], state: State) -> CalibrationInfo:
     """The head's input, then ``calibration.json``; what only a resume needs goes."""
     out = job.request.out
     head = next((output.module for output in job.plan.outputs if output.role is Role.HEAD), None)
@@ -264,8 +269,8 @@ def _finish(job: CalibrationJob, model: StreamedModel, hidden: list[Array], stat
     module = head or table
     assert module is not None, "an embedding is a module"
     total = _InputSum(job.hidden)
-    for state_rows in hidden:
-        total.add(model.head_input(state_rows), sink_rows(state_rows, state_rows, ratio=RATIO))
+    for at in state.kept(len(hidden)):
+        total.add(model.head_input(hidden[at]), sink_rows(hidden[at], hidden[at], ratio=RATIO))
     _write_inputs(out, TAIL_FILE, {module: ([module], total)}, state)
     info = CalibrationInfo(
         model_type=job.checkpoint.model_type,
@@ -276,6 +281,7 @@ def _finish(job: CalibrationJob, model: StreamedModel, hidden: list[Array], stat
         text=job.rows.record,
         context=job.request.context,
         sink_ratio=RATIO,
+        dropped=state.dropped_list(),
         inputs=state.inputs,
         files={name: digest for name, digest in state.files.items() if not name.startswith("state-")},
         tools=_tools(),
@@ -306,7 +312,7 @@ class _InputSum:
         return np.stack(self.sinks) if self.sinks else np.empty((0, self.moments.width), np.float32)
 
 
-def _write_inputs(out: Path, file: str, sums: dict[str, tuple[list[str], _InputSum]], state: _State) -> None:
+def _write_inputs(out: Path, file: str, sums: dict[str, tuple[list[str], _InputSum]], state: State) -> None:
     tensors: dict[str, Array] = {}
     for key, (modules, total) in sums.items():
         record = InputRecord(
@@ -322,61 +328,8 @@ def _write_inputs(out: Path, file: str, sums: dict[str, tuple[list[str], _InputS
         tensors[moments] = pack_triangle(total.moments.finish().matrix)
         tensors[sinks] = total.stacked()
         state.inputs.append(record)
-    _write_tensors(out / file, tensors)
+    write_tensors(out / file, tensors)
     state.files[file] = hash_file(out / file)
-
-
-def _write_tensors(path: Path, tensors: dict[str, Array]) -> None:
-    header, _ = build_header([(name, DType.F32, array.shape) for name, array in tensors.items()], {"format": "tqtool"})
-    with whole_file(path) as (file, _):
-        file.write(header)
-        for array in tensors.values():
-            file.write(np.ascontiguousarray(array, "<f4").data)
-
-
-def _state_file(layers: int) -> str:
-    return f"state-{layers:05d}.safetensors"
-
-
-def _load_hidden(out: Path, state: _State, job: CalibrationJob) -> list[Array]:
-    name = _state_file(state.layers_done)
-    for file, digest in state.files.items():
-        if hash_file(out / file) != digest:
-            raise ArtifactError(f"{out / file}: damaged since it was written", hint="remove OUT and start again")
-    tensor = read_header(out / name).tensors["hidden"]
-    flat = np.fromfile(out / name, "<f4", offset=tensor.begin).reshape(tensor.shape)
-    ends = np.cumsum([sequence.size for sequence in job.rows.sequences])
-    return [np.ascontiguousarray(part) for part in np.split(flat, ends[:-1])]
-
-
-def _write_state(out: Path, state: _State) -> None:
-    body: dict[str, Any] = {
-        "key": state.key,
-        "layers_done": state.layers_done,
-        "inputs": [record.model_dump(mode="json") for record in state.inputs],
-        "files": state.files,
-    }
-    sealed = {**body, "sha256": hashlib.sha256(json.dumps(body).encode()).hexdigest()}
-    with whole_file(out / PROGRESS_NAME) as (file, _):
-        file.write(json.dumps(sealed, indent=1).encode())
-
-
-def _read_state(out: Path) -> _State:
-    try:
-        body = json.loads((out / PROGRESS_NAME).read_bytes())
-        seal = body.pop("sha256")
-        if hashlib.sha256(json.dumps(body).encode()).hexdigest() != seal:
-            raise ValueError("it was edited or damaged")
-        return _State(
-            key=body["key"],
-            layers_done=body["layers_done"],
-            inputs=[InputRecord.model_validate(record) for record in body["inputs"]],
-            files=body["files"],
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ArtifactError(
-            f"{out / PROGRESS_NAME}: cannot be read ({error})", hint="remove OUT and start again"
-        ) from error
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def calibrate(
     from tqtool.calibration.calibrate import CalibrationRequest, plan_calibration
     from tqtool.calibration.calibrate import calibrate as run
     from tqtool.cli.job import DEFAULT_SEED
-    from tqtool.cli.render import emit_json, emit_line, progress
+    from tqtool.cli.render import emit_json, emit_line, note, progress
     from tqtool.errors import UserError
     from tqtool.pipeline.preflight import readable_bytes
 
@@ -78,6 +78,10 @@ def calibrate(
         info = run(job, lambda layers: advance(layers, "layers"))
     dropped = sum(record.dropped for record in info.inputs)
     if as_json:
-        emit_json({"out": str(out), "content_sha256": info.content_sha256(), "dropped_rows": dropped, **facts})
-    else:
-        emit_line(f"{out}: {info.transform}, {size}; {dropped} rows dropped")
+        lost = [record.model_dump() for record in info.dropped]
+        body = {"content_sha256": info.content_sha256(), "dropped_rows": dropped, "dropped_sequences": lost}
+        emit_json({"out": str(out), **body, **facts})
+        return
+    for record in info.dropped:
+        note(f"note: sequence {record.sequence} is not finite behind layer {record.layer}: left out from there on")
+    emit_line(f"{out}: {info.transform}, {size}; {len(info.dropped)} sequences, {dropped} rows dropped")

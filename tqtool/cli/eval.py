@@ -57,8 +57,10 @@ def kl(
     as_json: bool = AS_JSON,
 ) -> None:
     """Mean KL to the teacher with standard errors, top-1 agreement, perplexity, flips with their margins."""
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
+    from tqtool.cli.render import note
+    from tqtool.evals.flattered import flattered
     from tqtool.evals.kl import check_text, score_kl
     from tqtool.formats.teacher import open_dump
 
@@ -69,6 +71,9 @@ def kl(
     listed = flips if flips is not None else 20 if as_json else 0
     with progress("kl", windows or dump.info.windows) as advance:
         report = score_kl(loaded, dump, lambda done: advance(done, "windows"), windows=windows, keep_flips=listed)
+    for line in flattered(loaded.report.path, dump, loaded.tokenizer):
+        note(f"warning: {line}")
+        report = replace(report, warnings=(*report.warnings, line))
     if as_json:
         emit_json(asdict(report))
         return

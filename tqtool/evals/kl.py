@@ -49,6 +49,7 @@ class KlReport:
 
     Attributes:
         model_hash: Of the config and weights that were scored (``tqtool.artifact.content``).
+        teacher: Path of the teacher; ``teacher_hash``, ``text_sha256`` and ``skip`` as in its dump.
         kl: Mean KL, with standard errors.
         top1: Share of positions with the same first token, with standard errors.
         nll: Mean negative log-likelihood of the text under the model; ``teacher_nll`` under the teacher.
@@ -62,6 +63,9 @@ class KlReport:
     model: str
     model_hash: str
     teacher: str
+    teacher_hash: str
+    text_sha256: str
+    skip: int
     windows: int
     context: int
     tokens: int
@@ -245,6 +249,9 @@ def _report(
         model=str(model.report.path),
         model_hash=content_hash(model.report.path),
         teacher=dump.info.model,
+        teacher_hash=dump.info.model_hash,
+        text_sha256=dump.info.text_sha256,
+        skip=dump.info.skip,
         windows=len(scores),
         context=dump.info.context,
         tokens=kl.size,

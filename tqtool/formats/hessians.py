@@ -61,6 +61,13 @@ class TextRecord(_Model):
     tokens: Count
 
 
+class DroppedSequence(_Model):
+    """A sequence that counts in no sum from ``layer`` on: its hidden state was not finite behind it."""
+
+    sequence: Count
+    layer: Count
+
+
 class CalibrationInfo(_Model):
     """The whole of ``calibration.json``."""
 
@@ -73,6 +80,7 @@ class CalibrationInfo(_Model):
     text: TextRecord
     context: Annotated[int, Field(ge=2)]
     sink_ratio: float
+    dropped: list[DroppedSequence]
     inputs: list[InputRecord]
     files: dict[str, Sha256]
     tools: dict[str, str]

@@ -103,7 +103,7 @@ def import_optiq(body: dict[str, Any], where: str, reference: Reference | None) 
             for row in body["layers"]
         }
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{where}: not a sensitivity file of OptiQ ({type(error).__name__}: {error})") from error
+        raise UserError(f"{where}: not a sensitivity file of OptiQ ({_reason(error)})") from error
     if len(rows) != len(body["layers"]) or len(bits) < 2:
         raise UserError(f"{where}: a layer twice, or fewer than two candidate_bits")
     mode = reference or _detect(rows, bits, where)
@@ -151,7 +151,7 @@ def import_exl3(body: dict[str, Any], where: str) -> Sensitivity:
         kl = Value(mean=_number(body["base_kld"]), standard_error=None)
         groups = [_exl3_group(row, bits, where) for row in body["groups"]]
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{where}: not a measurement.json of EXL3 ({type(error).__name__}: {error})") from error
+        raise UserError(f"{where}: not a measurement.json of EXL3 ({_reason(error)})") from error
     return Sensitivity(
         base_model=None,
         candidate_bits=bits,
@@ -167,6 +167,10 @@ def import_exl3(body: dict[str, Any], where: str) -> Sensitivity:
         tools={},
         notes=["weights of a group: its bits over the lowest model, divided by the rates' difference"],
     )
+
+
+def _reason(error: Exception) -> str:
+    return f"no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _detect(rows: dict[str, tuple[int, dict[int, float]]], bits: list[int], where: str) -> Reference:

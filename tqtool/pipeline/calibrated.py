@@ -106,7 +106,9 @@ class Hessians:
 
     def to_json(self) -> dict[str, Any]:
         """What the manifest records."""
-        return {"sha256": self.calibration.info.content_sha256(), "sink_weight": self.sink_weight}
+        info = self.calibration.info
+        text = {"sha256": info.text.sha256, "first_byte": info.text.first_byte}
+        return {"sha256": info.content_sha256(), "text": text, "sink_weight": self.sink_weight}
 
 
 def dampings_of(output: OutputTensor) -> tuple[float, ...]:

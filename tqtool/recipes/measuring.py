@@ -43,6 +43,7 @@ from tqtool.recipes.steps import (
     scored_on,
     verified,
     write_artifact,
+    write_sealed,
 )
 
 DUMP_NAME = "measuring.safetensors"
@@ -90,8 +91,7 @@ def mix_step(run: OpenRun) -> tuple[str, dict[str, Any]]:
     state = FOUND
     if not path.exists():
         dump_step(run, dump, run.measuring, "measuring teacher")
-        with whole_file(path) as (file, _):
-            file.write(json.dumps(_remeasured(run, part), indent=1, allow_nan=False).encode())
+        write_sealed(path, _remeasured(run, part))
         state = DONE
     found = _read_mix(path)
     require_scored(run, path, found, dump, run.measuring)

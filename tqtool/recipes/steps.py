@@ -124,9 +124,19 @@ def score_step(run: OpenRun, dump: Path) -> tuple[str, dict[str, Any]]:
         return FOUND, found
     dump_step(run, dump, run.evaluation, "teacher")
     report = {**asdict(score(run, run.out / "artifact", dump, "kl")), "scored": scored_on(run, dump)}
-    with whole_file(scores) as (file, _):
-        file.write(json.dumps(report, indent=1, default=str).encode())
+    write_sealed(scores, report)
     return DONE, report
+
+
+def write_sealed(path: Path, report: Mapping[str, Any]) -> None:
+    """``report`` as JSON with its ``seal``: what somebody edits is no longer what was measured."""
+    body = json.loads(json.dumps(report, default=str, allow_nan=False))
+    with whole_file(path) as (file, _):
+        file.write(json.dumps({**body, "seal": _seal(body)}, indent=1).encode())
+
+
+def _seal(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(dict(body), sort_keys=True).encode()).hexdigest()
 
 
 def score(run: OpenRun, folder: Path, dump: Path, label: str) -> KlReport:
@@ -151,6 +161,8 @@ def require_scored(run: OpenRun, path: Path, found: Mapping[str, Any], dump: Pat
     Raises:
         ArtifactError: another artifact, dump, source, text or setting; scores that do not say what they are of.
     """
+    if found.get("seal") != _seal({name: value for name, value in found.items() if name != "seal"}):
+        raise ArtifactError(f"{path}: was edited since it was measured", hint=AGAIN)
     scored = found.get("scored")
     if not isinstance(scored, dict):
         raise ArtifactError(f"{path}: does not say what it scored", hint=AGAIN)

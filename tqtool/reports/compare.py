@@ -23,8 +23,10 @@ from tqtool.formats.manifest import MANIFEST_NAME
 from tqtool.pipeline.inspection import inspect_model
 from tqtool.reports.tasks import TaskScore, default_name, require_alike, scores_of
 
-CONDITIONS = ("teacher", "windows", "context", "tokens", "top", "vocab_size", "teacher_ppl")
-"""Fields of a report that must agree; the teacher's own perplexity tells two texts apart."""
+CONDITIONS = ("windows", "context", "tokens", "top", "vocab_size", "teacher_ppl", "skip")
+"""Fields of a report that are printed and must agree."""
+CONTENTS = ("teacher_hash", "text_sha256")
+"""Fields that must agree: the same weights and text may have lain in two places."""
 SAME_SIZE = 1.001
 """Files that differ by less are as small as each other: headers name the same tensors at different lengths."""
 EXPECTED = "a report of `tqtool eval kl --json`, a result of `tqtool eval tasks --out`, or a folder of `tqtool run`"
@@ -128,9 +130,9 @@ def _gather(inputs: Sequence[str]) -> tuple[dict[str, _Draft], dict[str, Any]]:
             else:
                 unnamed.append((file, result))
             continue
-        found = {key: value.get(key) for key in CONDITIONS}
-        conditions = conditions or found
-        key = next((key for key in CONDITIONS if found[key] != conditions[key]), None)
+        found = {key: value.get(key) for key in (*CONTENTS, *CONDITIONS)}
+        conditions = conditions or {**found, "teacher": value.get("teacher")}
+        key = next((key for key in found if found[key] != conditions[key]), None)
         if key is not None:
             raise UserError(
                 f"{file}: {key} is {found[key]!r}, of the arms before it it is {conditions[key]!r}",
@@ -148,7 +150,7 @@ def _gather(inputs: Sequence[str]) -> tuple[dict[str, _Draft], dict[str, Any]]:
         name = default_name(result)
         owner = owners[0] if owners else _draft(drafts, name, result.model, result.model_hash, file)
         owner.results.append(result)
-    return drafts, conditions
+    return drafts, {key: conditions[key] for key in ("teacher", *CONDITIONS) if key in conditions}
 
 
 def _draft(drafts: dict[str, _Draft], name: str, folder: str, model_hash: str, where: Path) -> _Draft:
