@@ -14,7 +14,8 @@ TARGET = Path(__file__).parent / "common" / "constants.h"
 
 def render() -> str:
     """Text of the header; floats are written as hexadecimal float literals, exact in every language."""
-    integers = {
+    integers = {f"TQ_CODE_{code.upper()}": f"{number}" for number, code in enumerate(codes.COMPUTED_CODES)}
+    integers |= {
         "TQ_BYTE_SUM_MEAN": f"{codes.BYTE_SUM_MEAN}",
         "TQ_MUL1_MULTIPLIER": f"0x{codes.MUL1_MULTIPLIER:08X}u",
         "TQ_1MAD_MULTIPLIER": f"{codes.ONE_MAD_MULTIPLIER}u",
