@@ -1,0 +1,290 @@
+"""The Metal kernels: what each supports and how it is launched. Pure functions of the problem.
+
+Features of Metal 3.1: simdgroups of 32, at most 32 KB of threadgroup memory and 1024 threads in a group. The numbers
+of rows, simdgroups and splits below follow from occupancy by arithmetic; none of them has been timed on an Apple GPU.
+"""
+
+from __future__ import annotations
+
+from tqtool.formats.trellis import BLOCK, TILE, TrellisSpec
+from tqtool.kernels.problem import MAX_STREAM, RUN, Dtype, Kernel, Launch, Output, Problem
+from tqtool.mathx.codes import COMPUTED_CODES
+
+SIMD = 32
+MAX_THREADGROUP_BYTES = 32 * 1024
+MATVEC_ROWS = 4
+PREFILL_ROWS = 32
+PREFILL_OUTPUTS = 32
+"""Outputs, and inputs at a time, of a threadgroup of the prefill kernel; ``TQ_LINE`` is this and a pad."""
+PREFILL_LINE = 36
+THREADS = 256
+"""Of every kernel with a free choice: eight simdgroups."""
+MANY_ROWS = 256
+"""From so many rows on, a simdgroup of ``reduce`` has two of them, and reads x once for both."""
+WANTED_SIMDGROUPS = 2048
+"""What ``scatter`` splits its inputs for: some 64 simdgroups for each of 32 cores."""
+MAX_SPLITS = 16
+ROWS_PER_SPLIT = 64
+"""At least: below that, writing and adding up the partial sums costs more than the split saves."""
+
+
+def _general(problem: Problem, *ops: str) -> str | None:
+    """Reasons that every kernel has."""
+    if problem.op not in ops:
+        return f"does no {problem.op}"
+    for spec in problem.specs:
+        if spec.code not in COMPUTED_CODES:
+            return f"code {spec.code} has no formula"
+        if spec.n_blocks * spec.block >= MAX_STREAM:
+            return f"{spec.n_blocks * spec.block} weights: at most 2^31 - 1"
+        if problem.op != "expand" and spec.stride % RUN:
+            return f"stride {spec.stride} is no multiple of {RUN}"
+    if problem.m * max(problem.spec.weight_shape) >= MAX_STREAM:
+        return f"{problem.m} rows of x: too many"
+    return None
+
+
+def _rows_between(problem: Problem, low: int, high: int) -> str | None:
+    return None if low <= problem.m <= high else f"m = {problem.m}: does {low} to {high} rows"
+
+
+def _matvec(problem: Problem, layout: str, op: str) -> str | None:
+    reason = _general(problem, op) or _rows_between(problem, 1, MATVEC_ROWS)
+    if reason is None and any(spec.layout != layout for spec in problem.specs):
+        reason = f"layout {', '.join(spec.layout for spec in problem.specs)}: reads {layout}"
+    first = problem.spec
+    if reason is None and any(
+        (s.code, s.window, s.stride) != (first.code, first.window, first.stride) for s in problem.specs
+    ):
+        reason = "the two matrices differ in code, window or stride"
+    return reason
+
+
+# --------------------------------------------------------------------------------------------- reduce, tile
+def reduce_supports(problem: Problem) -> str | None:
+    """Axis 1 in rows, 1 to 4 rows of x."""
+    return _matvec(problem, "axis1", "product")
+
+
+def reduce_launch(problem: Problem) -> Launch:
+    """One simdgroup for every R rows of the matrix, eight in a threadgroup."""
+    per_simdgroup = 2 if problem.spec.rows >= MANY_ROWS else 1
+    simdgroups = -(-problem.spec.rows // per_simdgroup)
+    template = (*_trellis(problem), ("M", problem.m), ("R", per_simdgroup))
+    return _launch(problem, threads=simdgroups * SIMD, template=template)
+
+
+def reduce_swiglu_supports(problem: Problem) -> str | None:
+    """Two matrices of axis 1 in rows, 1 to 4 rows of x; bits may differ."""
+    return _matvec(problem, "axis1", "swiglu")
+
+
+def reduce_swiglu_launch(problem: Problem) -> Launch:
+    """One simdgroup for one row of each matrix, eight in a threadgroup."""
+    template = (*_trellis(problem), ("UP_K", _up(problem).k), ("M", problem.m))
+    return _launch(problem, threads=problem.spec.rows * SIMD, template=template)
+
+
+def tile_supports(problem: Problem) -> str | None:
+    """Squares of 16 × 16, 1 to 4 rows of x."""
+    return _matvec(problem, "tile", "product")
+
+
+def tile_launch(problem: Problem) -> Launch:
+    """One threadgroup for every strip of 16 rows; long strips are shared by eight simdgroups, short ones by two."""
+    return _tile_launch(problem, (("M", problem.m),))
+
+
+def tile_swiglu_supports(problem: Problem) -> str | None:
+    """Two matrices in squares of 16 × 16, 1 to 4 rows of x; bits may differ."""
+    return _matvec(problem, "tile", "swiglu")
+
+
+def tile_swiglu_launch(problem: Problem) -> Launch:
+    """As ``tile_launch``; a lane decodes from both matrices."""
+    return _tile_launch(problem, (("UP_K", _up(problem).k), ("M", problem.m)))
+
+
+def _tile_launch(problem: Problem, more: tuple[tuple[str, int], ...]) -> Launch:
+    spec = problem.spec
+    simdgroups = 8 if spec.stride // TILE >= 32 else 2
+    return _launch(
+        problem,
+        threads=-(-spec.rows // TILE) * simdgroups * SIMD,
+        group=simdgroups * SIMD,
+        template=(*_trellis(problem), *more, ("SIMDGROUPS", simdgroups)),
+        threadgroup_bytes=len(problem.specs) * simdgroups * TILE * problem.m * 4,
+    )
+
+
+# -------------------------------------------------------------------------------------------------- scatter
+def scatter_supports(problem: Problem) -> str | None:
+    """Axis 0, 1 to 4 rows of x."""
+    return _matvec(problem, "axis0", "product")
+
+
+def scatter_launch(problem: Problem) -> Launch:
+    """A threadgroup for 256 outputs and one of the splits; more than one split leaves float32 ``[splits, m, out]``."""
+    spec = problem.spec
+    across, simdgroups = -(-spec.cols // BLOCK), THREADS // SIMD
+    splits = max(1, min(MAX_SPLITS, WANTED_SIMDGROUPS // (across * simdgroups), spec.rows // ROWS_PER_SPLIT))
+    dtype: Dtype = problem.dtype if splits == 1 else "float32"
+    return Launch(
+        grid=(across * THREADS, splits, 1),
+        threadgroup=(THREADS, 1, 1),
+        template=(
+            ("T", dtype),
+            *_trellis(problem)[1:],
+            ("M", problem.m),
+            ("SIMDGROUPS", simdgroups),
+            ("WHOLE", int(spec.stride % BLOCK == 0)),
+        ),
+        threadgroup_bytes=simdgroups * BLOCK * 4,
+        outputs=(Output((splits, problem.m, spec.cols), dtype),),
+        dims=(*_sizes(spec), splits),
+    )
+
+
+def sum_parts_launch(shape: tuple[int, ...], dtype: Dtype) -> Launch:
+    """Sum of float32 parts ``[splits, m, out]`` over the first axis, rounded to ``dtype`` ``[m, out]``."""
+    splits, m, out = shape
+    return Launch(
+        grid=(-(-m * out // THREADS) * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        template=(("T", dtype),),
+        threadgroup_bytes=0,
+        outputs=(Output((m, out), dtype),),
+        dims=(m * out, splits),
+    )
+
+
+# ------------------------------------------------------------------------------------------ prefill, expand
+def prefill_supports(problem: Problem) -> str | None:
+    """Any layout, 5 to 32 rows of x."""
+    return _general(problem, "product") or _rows_between(problem, MATVEC_ROWS + 1, PREFILL_ROWS)
+
+
+def prefill_launch(problem: Problem) -> Launch:
+    """A threadgroup of four simdgroups for every 32 outputs."""
+    spec, eights = problem.spec, -(-problem.m // 8)
+    launch = _launch(
+        problem,
+        threads=-(-spec.weight_shape[0] // PREFILL_OUTPUTS) * 128,
+        group=128,
+        template=(*_trellis(problem), ("AXIS", spec.axis), ("TILE", spec.tile), ("MT", eights)),
+        threadgroup_bytes=(PREFILL_OUTPUTS + 8 * eights) * PREFILL_LINE * 4,
+        dims=(*_sizes(spec), problem.m),
+    )
+    return launch
+
+
+def expand_supports(problem: Problem) -> str | None:
+    """Any layout and stride."""
+    return _general(problem, "expand")
+
+
+def expand_launch(problem: Problem) -> Launch:
+    """A thread for every run of eight weights; the result is the stored matrix ``[rows, cols]``."""
+    spec = problem.spec
+    return _launch(
+        problem,
+        threads=spec.n_blocks * (BLOCK // RUN),
+        template=(*_trellis(problem), ("TILE", spec.tile)),
+        dims=(*_sizes(spec), spec.n_blocks),
+        shape=(spec.rows, spec.cols),
+    )
+
+
+# --------------------------------------------------------------------------------------------------- common
+def _launch(
+    problem: Problem,
+    *,
+    threads: int,
+    template: tuple[tuple[str, int | Dtype], ...],
+    group: int = THREADS,
+    threadgroup_bytes: int = 0,
+    dims: tuple[int, ...] | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> Launch:
+    """A one-dimensional launch of at least ``threads`` threads."""
+    return Launch(
+        grid=(-(-threads // group) * group, 1, 1),
+        threadgroup=(group, 1, 1),
+        template=template,
+        threadgroup_bytes=threadgroup_bytes,
+        outputs=(Output(shape or (problem.m, problem.spec.weight_shape[0]), problem.dtype),),
+        dims=dims or _sizes(problem.spec),
+    )
+
+
+def _trellis(problem: Problem) -> tuple[tuple[str, int | Dtype], ...]:
+    spec = problem.spec
+    return (("T", problem.dtype), ("K", spec.k), ("L", spec.window), ("CODE", COMPUTED_CODES.index(spec.code)))
+
+
+def _sizes(spec: TrellisSpec) -> tuple[int, int, int]:
+    return spec.rows, spec.cols, spec.stride
+
+
+def _up(problem: Problem) -> TrellisSpec:
+    assert problem.up is not None, "swiglu has two matrices"
+    return problem.up
+
+
+_ONE = ("x", "words", "scales", "dims")
+_TWO = ("x", "words", "scales", "up_words", "up_scales", "dims")
+
+REDUCE = Kernel(
+    name="reduce",
+    source="metal/reduce.metal",
+    inputs=_ONE,
+    outputs=("y",),
+    supports=reduce_supports,
+    launch=reduce_launch,
+)
+TILE_PRODUCT = Kernel(
+    name="tile", source="metal/tile.metal", inputs=_ONE, outputs=("y",), supports=tile_supports, launch=tile_launch
+)
+SCATTER = Kernel(
+    name="scatter",
+    source="metal/scatter.metal",
+    inputs=_ONE,
+    outputs=("y",),
+    supports=scatter_supports,
+    launch=scatter_launch,
+)
+PREFILL = Kernel(
+    name="prefill",
+    source="metal/prefill.metal",
+    inputs=_ONE,
+    outputs=("y",),
+    supports=prefill_supports,
+    launch=prefill_launch,
+)
+REDUCE_SWIGLU = Kernel(
+    name="reduce_swiglu",
+    source="metal/reduce_swiglu.metal",
+    inputs=_TWO,
+    outputs=("y",),
+    supports=reduce_swiglu_supports,
+    launch=reduce_swiglu_launch,
+)
+TILE_SWIGLU = Kernel(
+    name="tile_swiglu",
+    source="metal/tile_swiglu.metal",
+    inputs=_TWO,
+    outputs=("y",),
+    supports=tile_swiglu_supports,
+    launch=tile_swiglu_launch,
+)
+EXPAND = Kernel(
+    name="expand",
+    source="metal/expand.metal",
+    inputs=("words", "scales", "dims"),
+    outputs=("y",),
+    supports=expand_supports,
+    launch=expand_launch,
+)
+
+KERNELS: tuple[Kernel, ...] = (REDUCE, TILE_PRODUCT, SCATTER, PREFILL, REDUCE_SWIGLU, TILE_SWIGLU, EXPAND)
+SUM_PARTS_SOURCE = "metal/sum_parts.metal"
