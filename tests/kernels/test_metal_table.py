@@ -1,0 +1,87 @@
+"""The Metal kernels on the table that all backends share: the text that MLX compiles, run lane by lane."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.support.metal.backend import compute
+from tests.support.metal.device import Shim
+from tests.support.trellis_cases import TABLE
+from tests.support.trellis_oracle import arrays_of, check, expected
+from tqtool.errors import BackendError
+from tqtool.formats.trellis import spec_for
+from tqtool.kernels import metal
+from tqtool.kernels.metal_kernels import KERNELS
+from tqtool.kernels.problem import Problem
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory):
+    return Shim(tmp_path_factory.mktemp("metal"))
+
+
+@pytest.mark.parametrize("case", TABLE, ids=str)
+def test_result(case, shim):
+    arrays = arrays_of(case)
+    check(case, compute(case, arrays, shim), expected(case, arrays))
+
+
+def test_the_table_runs_every_kernel_with_every_value_of_its_parameters():
+    """And the geometry's own choices: one row a simdgroup and two, two simdgroups and eight, one split and several."""
+    seen = defaultdict(lambda: defaultdict(set))
+    for case in TABLE:
+        kernel = metal.choose(case.problem).kernel
+        assert kernel is not None, case
+        launch = kernel.launch(case.problem)
+        for name, value in launch.template:
+            seen[kernel.name][name].add(value)
+        seen[kernel.name]["splits"].add(launch.outputs[0].shape[0] if kernel.name == "scatter" else 1)
+    assert set(seen) == {kernel.name for kernel in KERNELS}
+    bits, dtypes = {1, 2, 3, 4}, {"float32", "float16", "bfloat16"}
+    for found in seen.values():
+        assert (found["T"], found["K"], found["L"], found["CODE"]) == (dtypes, bits, {12, 14, 16}, {0, 1, 2})
+    assert all(
+        seen[name]["M"] == {1, 2, 3, 4} for name in ("reduce", "tile", "scatter", "reduce_swiglu", "tile_swiglu")
+    )
+    assert all(seen[name]["UP_K"] == bits for name in ("reduce_swiglu", "tile_swiglu"))
+    assert seen["reduce"]["R"] == {1, 2}
+    assert seen["tile"]["SIMDGROUPS"] == seen["tile_swiglu"]["SIMDGROUPS"] == {2, 8}
+    assert (seen["scatter"]["WHOLE"], seen["scatter"]["splits"]) == ({0, 1}, {1, 2, 4})
+    assert (seen["prefill"]["MT"], seen["prefill"]["AXIS"], seen["prefill"]["TILE"]) == (bits, {0, 1}, {0, 16})
+    assert seen["expand"]["TILE"] == {0, 16}
+
+
+def test_leading_axes_of_x_are_kept(shim):
+    spec = spec_for((24, 40), k=2, axis=1, tile=True)
+    words = mx.array(np.random.default_rng(0).integers(0, 2**32, spec.words_shape, dtype=np.uint32))
+    packed = metal.Packed(words, mx.ones((24,), mx.float16), spec)
+    x = mx.random.normal((2, 1, 40))
+    choice = metal.choose(metal.problem_of(x, packed))
+    y = metal.product(choice, x, packed, run=shim)
+    assert y.shape == (2, 1, 24)
+    flat = metal.product(choice, x.reshape(2, 40), packed, run=shim)
+    assert mx.array_equal(y.reshape(2, 24), flat)
+
+
+def test_a_call_that_was_not_chosen_for_is_refused():
+    spec = spec_for((24, 40), k=2, axis=1)
+    packed = metal.Packed(mx.zeros(spec.words_shape, mx.uint32), mx.ones((24,), mx.float16), spec)
+    x = mx.zeros((1, 40))
+    other = metal.choose(Problem(spec=spec, m=2, dtype="float32"))
+    with pytest.raises(BackendError, match="the kernel reduce was chosen for another problem"):
+        metal.product(other, x, packed)
+    none = metal.choose(Problem(spec=spec, m=33, dtype="float32"))
+    with pytest.raises(BackendError, match=r"no Metal kernel: .*prefill: m = 33"):
+        metal.product(none, mx.zeros((33, 40)), packed)
+    with pytest.raises(BackendError, match=r"x is .*int32"):
+        metal.problem_of(mx.zeros((1, 40), mx.int32), packed)
+    with pytest.raises(BackendError, match=r"no Metal kernel: .*code rptc has no formula"):
+        metal.expand(
+            metal.Packed(packed.words, packed.scales, spec_for((24, 40), k=2, axis=1, code="rptc")), mx.float32
+        )
+    with pytest.raises(BackendError, match=r"expand to .*int32"):
+        metal.expand(packed, mx.int32)
