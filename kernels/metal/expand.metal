@@ -20,7 +20,7 @@ if (index < blocks * TQ_RUNS) {
     row = index * TQ_RUN / stride;
     col = index * TQ_RUN % stride;
   }
-  for (uint32_t i = 0; i < TQ_RUN; ++i) {
+  TQ_UNROLL for (uint32_t i = 0; i < TQ_RUN; ++i) {
     const float value = tq_level<CODE>(tq_run_state(run, i, K, L)) * tq_unit<CODE>();
     if (row < rows && col < cols) y[row * cols + col] = static_cast<T>(value * float(scales[row]));
     if (++col == stride) {

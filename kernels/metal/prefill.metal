@@ -16,7 +16,7 @@ const uint32_t out_first = threadgroup_position_in_grid.x * 32;
 const uint32_t line = thread_index / 4, place = thread_index % 4 * TQ_RUN;  // the thread's run among the 32 × 32 weights
 
 simdgroup_float8x8 sums[MT];
-for (uint32_t t = 0; t < MT; ++t) sums[t] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+TQ_UNROLL for (uint32_t t = 0; t < MT; ++t) sums[t] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
 
 for (uint32_t in_first = 0; in_first < n_in; in_first += 32) {
   const uint32_t row = line + (AXIS == 1 ? out_first : in_first), col = place + (AXIS == 1 ? in_first : out_first);
@@ -28,9 +28,9 @@ for (uint32_t in_first = 0; in_first < n_in; in_first += 32) {
     const TqRun bits = cursor.run();
     // Along the outputs a row's scale belongs to the weight; along the inputs it waits for the sum.
     const float factor = AXIS == 1 ? 1.0f : tq_unit<CODE>() * float(scales[row]);
-    for (uint32_t i = 0; i < TQ_RUN; ++i) weights[line * TQ_LINE + place + i] = factor * tq_level<CODE>(tq_run_state(bits, i, K, L));
+    TQ_UNROLL for (uint32_t i = 0; i < TQ_RUN; ++i) weights[line * TQ_LINE + place + i] = factor * tq_level<CODE>(tq_run_state(bits, i, K, L));
   } else {
-    for (uint32_t i = 0; i < TQ_RUN; ++i) weights[line * TQ_LINE + place + i] = 0.0f;
+    TQ_UNROLL for (uint32_t i = 0; i < TQ_RUN; ++i) weights[line * TQ_LINE + place + i] = 0.0f;
   }
   for (uint32_t i = thread_index; i < 8 * MT * 32; i += 128) {
     const uint32_t m = i / 32, in = in_first + i % 32;
@@ -40,10 +40,10 @@ for (uint32_t in_first = 0; in_first < n_in; in_first += 32) {
   for (uint32_t k = 0; k < 32; k += 8) {
     simdgroup_float8x8 weight, input;
     if (AXIS == 1)
-      simdgroup_load(weight, &weights[group * 8 * TQ_LINE + k], TQ_LINE, ulong2(0, 0), true);
+      simdgroup_load(weight, &weights[group * 8 * TQ_LINE + k], TQ_LINE, ulong2(0), true);
     else
       simdgroup_load(weight, &weights[k * TQ_LINE + group * 8], TQ_LINE);
-    for (uint32_t t = 0; t < MT; ++t) {
+    TQ_UNROLL for (uint32_t t = 0; t < MT; ++t) {
       simdgroup_load(input, &inputs[t * 8 * TQ_LINE + k], TQ_LINE);
       simdgroup_multiply_accumulate(sums[t], input, weight, sums[t]);
     }
@@ -51,7 +51,7 @@ for (uint32_t in_first = 0; in_first < n_in; in_first += 32) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-for (uint32_t t = 0; t < MT; ++t) simdgroup_store(sums[t], &inputs[t * 8 * TQ_LINE + group * 8], TQ_LINE);
+TQ_UNROLL for (uint32_t t = 0; t < MT; ++t) simdgroup_store(sums[t], &inputs[t * 8 * TQ_LINE + group * 8], TQ_LINE);
 threadgroup_barrier(mem_flags::mem_threadgroup);
 for (uint32_t i = thread_index; i < 8 * MT * 32; i += 128) {
   const uint32_t m = i / 32, out = out_first + i % 32;

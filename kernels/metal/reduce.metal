@@ -11,21 +11,21 @@ const uint32_t first = thread_position_in_grid.x / 32 * R;
 
 TqCursor<K> cursors[R];
 float sums[R][M];
-for (uint32_t r = 0; r < R; ++r) {
+TQ_UNROLL for (uint32_t r = 0; r < R; ++r) {
   // Beyond the last row: compute the last one again and write nothing, so that no lane leaves before simd_sum.
   cursors[r].begin(words, min(first + r, rows - 1) * (stride / TQ_RUN) + lane);
-  for (uint32_t m = 0; m < M; ++m) sums[r][m] = 0.0f;
+  TQ_UNROLL for (uint32_t m = 0; m < M; ++m) sums[r][m] = 0.0f;
 }
 for (uint32_t col = lane * TQ_RUN; col < cols; col += TQ_BLOCK) {
   float in[M][TQ_RUN];
   tq_load_run<M>(x, cols, col, in);
-  for (uint32_t r = 0; r < R; ++r) {
+  TQ_UNROLL for (uint32_t r = 0; r < R; ++r) {
     tq_add_run<K, L, CODE, M>(cursors[r].run(), in, sums[r]);
     cursors[r].skip(1);
   }
 }
-for (uint32_t r = 0; r < R; ++r) {
-  for (uint32_t m = 0; m < M; ++m) {
+TQ_UNROLL for (uint32_t r = 0; r < R; ++r) {
+  TQ_UNROLL for (uint32_t m = 0; m < M; ++m) {
     const float sum = simd_sum(sums[r][m]);
     if (lane == 0 && first + r < rows) y[m * rows + first + r] = static_cast<T>(sum * (tq_unit<CODE>() * float(scales[first + r])));
   }

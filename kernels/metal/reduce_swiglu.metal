@@ -16,7 +16,7 @@ TqCursor<UP_K> up;
 gate.begin(words, run);
 up.begin(up_words, run);
 float gates[M], ups[M];
-for (uint32_t m = 0; m < M; ++m) gates[m] = ups[m] = 0.0f;
+TQ_UNROLL for (uint32_t m = 0; m < M; ++m) gates[m] = ups[m] = 0.0f;
 for (uint32_t col = lane * TQ_RUN; col < cols; col += TQ_BLOCK) {
   float in[M][TQ_RUN];
   tq_load_run<M>(x, cols, col, in);
@@ -25,7 +25,7 @@ for (uint32_t col = lane * TQ_RUN; col < cols; col += TQ_BLOCK) {
   gate.skip(1);
   up.skip(1);
 }
-for (uint32_t m = 0; m < M; ++m) {
+TQ_UNROLL for (uint32_t m = 0; m < M; ++m) {
   const float g = simd_sum(gates[m]), u = simd_sum(ups[m]);
   if (lane == 0 && row < rows) {
     const float unit = tq_unit<CODE>();

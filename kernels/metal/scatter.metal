@@ -15,8 +15,8 @@ const uint32_t split = threadgroup_position_in_grid.y;
 const uint32_t place = min(threadgroup_position_in_grid.x * TQ_RUNS + lane, runs - 1);
 
 float sums[M][TQ_RUN];
-for (uint32_t m = 0; m < M; ++m)
-  for (uint32_t i = 0; i < TQ_RUN; ++i) sums[m][i] = 0.0f;
+TQ_UNROLL for (uint32_t m = 0; m < M; ++m)
+  TQ_UNROLL for (uint32_t i = 0; i < TQ_RUN; ++i) sums[m][i] = 0.0f;
 
 const uint32_t step = splits * SIMDGROUPS;
 uint32_t row = split * SIMDGROUPS + part;
@@ -28,16 +28,16 @@ for (; row < rows; row += step) {
   if (WHOLE) cursor.skip(step * runs / TQ_RUNS);
   const float scale = tq_unit<CODE>() * float(scales[row]);
   float factors[M];
-  for (uint32_t m = 0; m < M; ++m) factors[m] = scale * float(x[m * rows + row]);
-  for (uint32_t i = 0; i < TQ_RUN; ++i) {
+  TQ_UNROLL for (uint32_t m = 0; m < M; ++m) factors[m] = scale * float(x[m * rows + row]);
+  TQ_UNROLL for (uint32_t i = 0; i < TQ_RUN; ++i) {
     const float level = tq_level<CODE>(tq_run_state(run, i, K, L));
-    for (uint32_t m = 0; m < M; ++m) sums[m][i] += level * factors[m];
+    TQ_UNROLL for (uint32_t m = 0; m < M; ++m) sums[m][i] += level * factors[m];
   }
 }
 
-for (uint32_t m = 0; m < M; ++m) {
+TQ_UNROLL for (uint32_t m = 0; m < M; ++m) {
   if (m > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // the row before this one has been read
-  for (uint32_t i = 0; i < TQ_RUN; ++i) parts[part * TQ_BLOCK + lane * TQ_RUN + i] = sums[m][i];
+  TQ_UNROLL for (uint32_t i = 0; i < TQ_RUN; ++i) parts[part * TQ_BLOCK + lane * TQ_RUN + i] = sums[m][i];
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (uint32_t i = thread_index_in_threadgroup; i < TQ_BLOCK; i += 32 * SIMDGROUPS) {
     const uint32_t col = threadgroup_position_in_grid.x * TQ_BLOCK + i;

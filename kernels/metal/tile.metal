@@ -13,14 +13,14 @@ const uint32_t strip = threadgroup_position_in_grid.x;
 TqCursor<K> cursor;
 cursor.begin(words, (strip * squares + part) * TQ_RUNS + lane);
 float sums[M];
-for (uint32_t m = 0; m < M; ++m) sums[m] = 0.0f;
+TQ_UNROLL for (uint32_t m = 0; m < M; ++m) sums[m] = 0.0f;
 for (uint32_t square = part; square < squares; square += SIMDGROUPS) {
   float in[M][TQ_RUN];
   tq_load_run<M>(x, cols, square * TQ_TILE + lane % 2 * TQ_RUN, in);
   tq_add_run<K, L, CODE, M>(cursor.run(), in, sums);
   cursor.skip(SIMDGROUPS);
 }
-for (uint32_t m = 0; m < M; ++m) {
+TQ_UNROLL for (uint32_t m = 0; m < M; ++m) {
   const float sum = sums[m] + simd_shuffle_xor(sums[m], 1);
   if (lane % 2 == 0) parts[(part * 16 + lane / 2) * M + m] = sum;
 }

@@ -16,7 +16,7 @@ TqCursor<UP_K> up;
 gate.begin(words, (strip * squares + part) * TQ_RUNS + lane);
 up.begin(up_words, (strip * squares + part) * TQ_RUNS + lane);
 float gates[M], ups[M];
-for (uint32_t m = 0; m < M; ++m) gates[m] = ups[m] = 0.0f;
+TQ_UNROLL for (uint32_t m = 0; m < M; ++m) gates[m] = ups[m] = 0.0f;
 for (uint32_t square = part; square < squares; square += SIMDGROUPS) {
   float in[M][TQ_RUN];
   tq_load_run<M>(x, cols, square * TQ_TILE + lane % 2 * TQ_RUN, in);
@@ -25,7 +25,7 @@ for (uint32_t square = part; square < squares; square += SIMDGROUPS) {
   gate.skip(SIMDGROUPS);
   up.skip(SIMDGROUPS);
 }
-for (uint32_t m = 0; m < M; ++m) {
+TQ_UNROLL for (uint32_t m = 0; m < M; ++m) {
   const float g = gates[m] + simd_shuffle_xor(gates[m], 1), u = ups[m] + simd_shuffle_xor(ups[m], 1);
   if (lane % 2 == 0) {
     parts[(part * 16 + lane / 2) * M + m] = g;

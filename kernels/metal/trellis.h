@@ -15,6 +15,9 @@ static inline uint32_t tq_fold(ushort2 pair) { return uint32_t(pair.x) + uint32_
 
 #include "common/trellis_decode.h"
 
+// Arrays live in registers only where every index is known: loops over them are unrolled, whatever the compiler thinks of it.
+#define TQ_UNROLL _Pragma("clang loop unroll(full)")
+
 #define TQ_BLOCK 256u
 #define TQ_RUN 8u
 #define TQ_RUNS 32u  // runs of a block, lanes of a simdgroup
@@ -56,20 +59,20 @@ struct TqCursor {
 template <int M, typename X>
 inline void tq_load_run(X x, uint32_t cols, uint32_t first, thread float (&in)[M][TQ_RUN]) {
   if (first + TQ_RUN <= cols) {
-    for (uint32_t m = 0; m < M; ++m)
-      for (uint32_t i = 0; i < TQ_RUN; ++i) in[m][i] = float(x[m * cols + first + i]);
+    TQ_UNROLL for (uint32_t m = 0; m < M; ++m)
+      TQ_UNROLL for (uint32_t i = 0; i < TQ_RUN; ++i) in[m][i] = float(x[m * cols + first + i]);
   } else {
-    for (uint32_t m = 0; m < M; ++m)
-      for (uint32_t i = 0; i < TQ_RUN; ++i) in[m][i] = first + i < cols ? float(x[m * cols + first + i]) : 0.0f;
+    TQ_UNROLL for (uint32_t m = 0; m < M; ++m)
+      TQ_UNROLL for (uint32_t i = 0; i < TQ_RUN; ++i) in[m][i] = first + i < cols ? float(x[m * cols + first + i]) : 0.0f;
   }
 }
 
 // sums[m] += the run's levels times in[m]: each weight is decoded once for all M rows of x.
 template <int K, int L, int CODE, int M>
 inline void tq_add_run(TqRun run, const thread float (&in)[M][TQ_RUN], thread float (&sums)[M]) {
-  for (uint32_t i = 0; i < TQ_RUN; ++i) {
+  TQ_UNROLL for (uint32_t i = 0; i < TQ_RUN; ++i) {
     const float level = tq_level<CODE>(tq_run_state(run, i, K, L));
-    for (uint32_t m = 0; m < M; ++m) sums[m] += level * in[m][i];
+    TQ_UNROLL for (uint32_t m = 0; m < M; ++m) sums[m] += level * in[m][i];
   }
 }
 

@@ -123,7 +123,7 @@ SHAPE = [
         message=f"{WRONG}|out of bounds",
     ),
     Fault("place in the block kept", "scatter", "if (!WHOLE) cursor.begin", "if (false) cursor.begin"),
-    Fault("not transposed", "prefill", "ulong2(0, 0), true", "ulong2(0, 0), false"),
+    Fault("not transposed", "prefill", "ulong2(0), true", "ulong2(0), false"),
     Fault("sums not set to zero", "tile", "sums[m] = 0.0f", ";"),
 ]
 LANES = [

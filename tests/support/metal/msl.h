@@ -159,7 +159,7 @@ struct half2 {
 };
 struct ulong2 {
   ulong x, y;
-  ulong2(ulong a, ulong b) : x(a), y(b) {}
+  explicit ulong2(ulong both) : x(both), y(both) {}
 };
 struct bfloat16_t {
   uint16_t bits;
@@ -241,7 +241,7 @@ struct simdgroup_float8x8 {
 template <class T, int, int> inline simdgroup_float8x8 make_filled_simdgroup_matrix(T value) { return {{value, value}}; }
 inline int matrix_row() { return shim::lane % shim::SIMD / 4; }
 inline int matrix_col() { return shim::lane % 4 * 2; }
-inline void simdgroup_load(simdgroup_float8x8 &to, shim::SharedPtr<float> from, ulong line_length, ulong2 = ulong2(0, 0), bool transposed = false, int line = __builtin_LINE()) {
+inline void simdgroup_load(simdgroup_float8x8 &to, shim::SharedPtr<float> from, ulong line_length, ulong2 = ulong2(0), bool transposed = false, int line = __builtin_LINE()) {
   shim::exchange({}, "simdgroup_load", line);
   for (int i = 0; i < 2; ++i) {
     const int row = matrix_row(), col = matrix_col() + i;
