@@ -8,10 +8,10 @@ import pytest
 
 from tqtool.errors import BackendError
 from tqtool.kernels import sources
-from tqtool.kernels.metal_kernels import KERNELS, SUM_PARTS_SOURCE
+from tqtool.kernels.metal_kernels import ENCODE_SOURCE, KERNELS, SUM_PARTS_SOURCE
 from tqtool.kernels.sources import kernel_text, split
 
-FILES = [*(kernel.source for kernel in KERNELS), SUM_PARTS_SOURCE]
+FILES = [*(kernel.source for kernel in KERNELS), SUM_PARTS_SOURCE, ENCODE_SOURCE]
 
 
 @pytest.mark.parametrize("source", FILES)
@@ -19,7 +19,7 @@ def test_includes_are_resolved_and_the_rule_is_there_once(source):
     text = kernel_text(source)
     assert '#include "' not in text.header + text.body
     assert text.header.count("TQ_FN uint32_t tq_state(") == (source != SUM_PARTS_SOURCE)
-    assert "y[" in text.body
+    assert "] = static_cast<" in text.body
 
 
 def test_the_rule_is_written_down_nowhere_else():

@@ -18,12 +18,16 @@ import mlx.core as mx
 from tqtool.errors import BackendError
 from tqtool.formats.trellis import TrellisSpec
 from tqtool.kernels.metal_kernels import KERNELS, SUM_PARTS_SOURCE, sum_parts_launch
-from tqtool.kernels.problem import Choice, Dtype, Kernel, Launch, Problem
+from tqtool.kernels.problem import ArrayDtype, Choice, Dtype, Kernel, Launch, Problem
 from tqtool.kernels.problem import choose as choose_among
 from tqtool.kernels.sources import kernel_text
 
-_DTYPES: dict[Dtype, mx.Dtype] = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-_NAMES: dict[mx.Dtype, Dtype] = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES: dict[mx.Dtype, Dtype] = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
+_DTYPES: dict[ArrayDtype, mx.Dtype] = {
+    **{name: dtype for dtype, name in _NAMES.items()},
+    "uint16": mx.uint16,
+    "uint32": mx.uint32,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,9 @@ def product(choice: Choice, x: mx.array, packed: Packed, *, run: Runner = on_dev
     """
     kernel = _checked(choice, problem_of(x, packed))
     launch = kernel.launch(choice.problem)
-    (y,) = run(_call(kernel, launch), [x.reshape(-1, x.shape[-1]), packed.words, packed.scales, _dims(launch.dims)])
+    (y,) = run(
+        _call(kernel, launch), [x.reshape(-1, x.shape[-1]), packed.words, packed.scales, dims_array(launch.dims)]
+    )
     if y.ndim == 3:  # scatter: one part for each split
         y = y[0] if y.shape[0] == 1 else _sum_parts(y, choice.problem.dtype, run)
     return y.reshape(*x.shape[:-1], -1)
@@ -105,7 +111,7 @@ def swiglu(choice: Choice, x: mx.array, gate: Packed, up: Packed, *, run: Runner
     """``silu(x Gateᵀ) ⊙ (x Upᵀ)``, ``[..., in]`` → ``[..., out]`` in the type of x; errors as :func:`product`."""
     kernel = _checked(choice, problem_of(x, gate, up))
     launch = kernel.launch(choice.problem)
-    arrays = [x.reshape(-1, x.shape[-1]), gate.words, gate.scales, up.words, up.scales, _dims(launch.dims)]
+    arrays = [x.reshape(-1, x.shape[-1]), gate.words, gate.scales, up.words, up.scales, dims_array(launch.dims)]
     (y,) = run(_call(kernel, launch), arrays)
     return y.reshape(*x.shape[:-1], -1)
 
@@ -119,20 +125,20 @@ def expand(packed: Packed, dtype: mx.Dtype, *, run: Runner = on_device) -> mx.ar
     choice = choose(Problem(op="expand", spec=packed.spec, m=0, dtype=_name(dtype, "expand to")))
     kernel = _checked(choice, choice.problem)
     launch = kernel.launch(choice.problem)
-    (dense,) = run(_call(kernel, launch), [packed.words, packed.scales, _dims(launch.dims)])
+    (dense,) = run(_call(kernel, launch), [packed.words, packed.scales, dims_array(launch.dims)])
     return dense
 
 
 def _name(dtype: mx.Dtype, what: str) -> Dtype:
     if dtype not in _NAMES:
-        raise BackendError(f"kernel problem: {what} {dtype}: expected one of {', '.join(_DTYPES)}")
+        raise BackendError(f"kernel problem: {what} {dtype}: expected one of {', '.join(_NAMES.values())}")
     return _NAMES[dtype]
 
 
 def _sum_parts(parts: mx.array, dtype: Dtype, run: Runner) -> mx.array:
     launch = sum_parts_launch(parts.shape, dtype)
     call = Call(name="sum_parts", source=SUM_PARTS_SOURCE, inputs=("parts", "dims"), outputs=("y",), launch=launch)
-    (y,) = run(call, [parts, _dims(launch.dims)])
+    (y,) = run(call, [parts, dims_array(launch.dims)])
     return y
 
 
@@ -149,7 +155,7 @@ def _call(kernel: Kernel, launch: Launch) -> Call:
 
 
 @lru_cache(maxsize=256)
-def _dims(sizes: tuple[int, ...]) -> mx.array:
+def dims_array(sizes: tuple[int, ...]) -> mx.array:
     """Sizes as an array, made once: a layer asks for the same ones at every token."""
     return mx.array(sizes, mx.uint32)
 

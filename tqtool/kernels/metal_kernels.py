@@ -7,6 +7,7 @@ of rows, simdgroups and splits below follow from occupancy by arithmetic; none o
 from __future__ import annotations
 
 from tqtool.formats.trellis import BLOCK, TILE, TrellisSpec
+from tqtool.kernels.encoding import EXACT, EncodeProblem
 from tqtool.kernels.problem import MAX_STREAM, RUN, Dtype, Kernel, Launch, Output, Problem
 from tqtool.mathx.codes import COMPUTED_CODES
 
@@ -24,6 +25,10 @@ MANY_ROWS = 256
 WANTED_SIMDGROUPS = 2048
 """What ``scatter`` splits its inputs for: some 64 simdgroups for each of 32 cores."""
 MAX_SPLITS = 16
+STATES_PER_LANE = 64
+"""Levels that a lane of the encoder keeps in registers."""
+MAX_HISTORY_BYTES = 256 << 20
+"""Choices of all blocks of one launch of the encoder: 4096 blocks at L = 12."""
 ROWS_PER_SPLIT = 64
 """At least: below that, writing and adding up the partial sums costs more than the split saves."""
 
@@ -195,6 +200,47 @@ def expand_launch(problem: Problem) -> Launch:
     )
 
 
+# --------------------------------------------------------------------------------------------------- encode
+def encode_supports(problem: EncodeProblem) -> str | None:
+    """Two rows of costs in threadgroup memory, exact in float32, and a lane for every 64 states."""
+    bytes_needed = _encode_bytes(problem)
+    if not SIMD * STATES_PER_LANE <= 1 << problem.window <= 256 * STATES_PER_LANE:
+        return f"window {problem.window}: one of 11 to 14"
+    if problem.suffixes < 4 * problem.lanes(STATES_PER_LANE):
+        return f"k = {problem.k}: a lane has fewer than four suffixes"
+    if bytes_needed > MAX_THREADGROUP_BYTES:
+        return f"k = {problem.k}, window {problem.window}: {bytes_needed} bytes of threadgroup memory"
+    if problem.greatest_cost > EXACT:
+        return f"costs up to {problem.greatest_cost}: not exact in float32"
+    return None
+
+
+def encode_launch(problem: EncodeProblem) -> Launch:
+    """One threadgroup for every block; states, and choices that only the kernel reads."""
+    lanes = problem.lanes(STATES_PER_LANE)
+    return Launch(
+        grid=(problem.blocks * lanes, 1, 1),
+        threadgroup=(lanes, 1, 1),
+        template=(("L", problem.window), ("K", problem.k), ("LANES", lanes), ("REACH", problem.reach)),
+        threadgroup_bytes=_encode_bytes(problem),
+        outputs=(
+            Output((problem.blocks, BLOCK), "uint16"),
+            Output((problem.blocks, BLOCK, lanes), "uint32", scratch=True),
+        ),
+        dims=(problem.blocks, problem.warmup),
+    )
+
+
+def encode_blocks_at_once(problem: EncodeProblem) -> int:
+    """Blocks of one launch, so that the choices of all of them take no more than ``MAX_HISTORY_BYTES``."""
+    return MAX_HISTORY_BYTES // (BLOCK * problem.lanes(STATES_PER_LANE) * 4)
+
+
+def _encode_bytes(problem: EncodeProblem) -> int:
+    """Two rows of costs, the inputs, one number."""
+    return 2 * problem.suffixes * 4 + BLOCK * 4 + 4
+
+
 # --------------------------------------------------------------------------------------------------- common
 def _launch(
     problem: Problem,
@@ -287,4 +333,5 @@ EXPAND = Kernel(
 )
 
 KERNELS: tuple[Kernel, ...] = (REDUCE, TILE_PRODUCT, SCATTER, PREFILL, REDUCE_SWIGLU, TILE_SWIGLU, EXPAND)
+ENCODE_SOURCE = "metal/viterbi.metal"
 SUM_PARTS_SOURCE = "metal/sum_parts.metal"

@@ -11,7 +11,9 @@ from tqtool.formats.trellis import TrellisSpec
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+ArrayDtype = Literal["float32", "float16", "bfloat16", "uint16", "uint32"]
+DTYPE_BYTES: dict[ArrayDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "uint16": 2, "uint32": 4}
 
 Op = Literal["product", "swiglu", "expand"]
 
@@ -64,10 +66,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Shape and dtype of one array that a kernel writes."""
+    """Shape and dtype of one array that a kernel writes; ``scratch`` if it reads it back, and nobody else does."""
 
     shape: tuple[int, ...]
-    dtype: Dtype
+    dtype: ArrayDtype
+    scratch: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

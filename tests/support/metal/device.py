@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.support.metal.text import generated, to_cpp
 from tqtool.kernels.metal import Call
-from tqtool.kernels.problem import DTYPE_BYTES, Dtype
+from tqtool.kernels.problem import DTYPE_BYTES, ArrayDtype
 
 HERE = Path(__file__).parent
 FLAGS = [
@@ -26,7 +26,13 @@ FLAGS = [
     "-fsanitize=shift,signed-integer-overflow",  # a shift by 32 ends the program
     "-fsanitize-undefined-trap-on-error",
 ]
-_NUMPY: dict[Dtype, type] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+_NUMPY: dict[ArrayDtype, type] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+    "uint16": np.uint16,
+    "uint32": np.uint32,
+}
 
 
 class ShimError(Exception):
@@ -60,7 +66,7 @@ class Shim:
             request += [struct.pack("<3Q", 0, data.itemsize, data.nbytes), data.tobytes()]
         for output in launch.outputs:
             size = DTYPE_BYTES[output.dtype]
-            request.append(struct.pack("<3Q", 1, size, size * int(np.prod(output.shape))))
+            request.append(struct.pack("<3Q", 2 if output.scratch else 1, size, size * int(np.prod(output.shape))))
         done = subprocess.run([program], input=b"".join(request), capture_output=True, check=False)
         if done.returncode:
             raise ShimError(done.stderr.decode().strip() or f"signal {-done.returncode}")
@@ -68,6 +74,9 @@ class Shim:
         assert self.shared_bytes == launch.threadgroup_bytes, "geometry knows the threadgroup memory"
         results, at = [], 8
         for output in launch.outputs:
+            if output.scratch:
+                results.append(mx.zeros((0,)))
+                continue
             kind, count = np.dtype(_NUMPY[output.dtype]), int(np.prod(output.shape))
             array = mx.array(np.frombuffer(done.stdout, kind, count, at).reshape(output.shape))
             results.append(array.view(mx.bfloat16) if output.dtype == "bfloat16" else array)

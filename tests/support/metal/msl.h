@@ -17,30 +17,47 @@ struct Position {
 extern int lane;                 // the one that runs
 extern Position group, threads;  // of the threadgroup in the grid; of its threads
 extern uint32_t serial;          // counts threadgroups from 1
-extern uint32_t epoch;           // counts barriers of all threadgroups
-extern uint32_t simd_epoch[MAX_LANES / SIMD];
+// Barriers so far, of all threadgroups and of each SIMD group of this one; those that order each kind of memory.
+enum Space { THREADGROUP, DEVICE, SPACES };
+extern uint32_t epoch[SPACES], simd_epoch[SPACES][MAX_LANES / SIMD];
 
 // Waits for all lanes of the SIMD group to come to the same place, and returns what each of them brought.
 struct Packet {
   uint32_t word[4];
 };
 const Packet *exchange(const Packet &mine, const char *what, int line);
-void barrier(int line, bool threadgroup_memory);
-void simd_barrier(int line);
+void barrier(int line, int flags);
+void simd_barrier(int line, int flags);
 
-// Who touched a cell last, and when.
-struct Touch {
+// Who touched a cell of memory last, and when.
+template <Space S> struct Touch {
   uint32_t serial = 0, epoch = 0, simd_epoch = 0;
   int lane = 0;
   bool here() const { return serial == shim::serial; }
   // Whether everything that `lane` did then is done before what the lane that runs does now.
   bool before_now() const {
-    if (!here() || lane == shim::lane || epoch != shim::epoch) return true;
-    return lane >= 0 && lane / SIMD == shim::lane / SIMD && simd_epoch != shim::simd_epoch[lane / SIMD];
+    if (!here() || lane == shim::lane || epoch != shim::epoch[S]) return true;
+    return lane >= 0 && lane / SIMD == shim::lane / SIMD && simd_epoch != shim::simd_epoch[S][lane / SIMD];
   }
-  void now() { *this = {shim::serial, shim::epoch, shim::simd_epoch[shim::lane / SIMD], shim::lane}; }
-  Touch() = default;
-  Touch(uint32_t s, uint32_t e, uint32_t se, int l) : serial(s), epoch(e), simd_epoch(se), lane(l) {}
+  void now() {
+    serial = shim::serial, epoch = shim::epoch[S], simd_epoch = shim::simd_epoch[S][shim::lane / SIMD], lane = shim::lane;
+  }
+};
+
+template <Space S> struct Access {
+  Touch<S> write, read;
+  void check_read(const char *name, long long index) {
+    if (!write.here()) fail("%s[%lld] is read before it is written", name, index);
+    if (!write.before_now()) fail("%s[%lld]: lane %d reads what lane %d wrote without a barrier between", name, index, lane, write.lane);
+    const bool shared = !read.before_now();
+    read.now();
+    if (shared) read.lane = -1;  // several: only a barrier of all orders them
+  }
+  void check_write(const char *name, long long index) {
+    if (!write.before_now()) fail("%s[%lld]: lanes %d and %d write without a barrier between", name, index, write.lane, lane);
+    if (!read.before_now()) fail("%s[%lld]: lane %d writes what lane %d read without a barrier between", name, index, lane, read.lane);
+    write.now();
+  }
 };
 
 // ---------------------------------------------------------------------------------------------------- device memory
@@ -48,8 +65,8 @@ struct Memory {
   const char *name;
   char *data;
   uint64_t bytes, element;  // of all of it, of one element
-  bool is_output;
-  Touch *writes;  // one for each element of an output; its serial is 0 before the first write
+  enum Kind : uint64_t { INPUT, OUTPUT, SCRATCH } kind;  // an output is written once and not read; scratch serves its threadgroup
+  Access<DEVICE> *accesses;                              // one for each element of an output
 };
 extern Memory memory[32];
 
@@ -57,10 +74,18 @@ template <class T> struct Element {
   Memory *of;
   int64_t index;
   void operator=(T value) {
-    Touch &write = of->writes[index];
-    if (write.serial) fail("%s[%lld] is written twice", of->name, (long long)index);
-    write.now();
+    Access<DEVICE> &access = of->accesses[index];
+    if (of->kind == Memory::OUTPUT && access.write.serial) fail("%s[%lld] is written twice", of->name, (long long)index);
+    if (access.write.serial && !access.write.here()) fail("%s[%lld] is written by two threadgroups", of->name, (long long)index);
+    access.check_write(of->name, index);
     memcpy(of->data + index * sizeof(T), &value, sizeof value);
+  }
+  operator T() const {
+    if (of->kind != Memory::SCRATCH) fail("%s[%lld] is read, but it is a result", of->name, (long long)index);
+    of->accesses[index].check_read(of->name, index);
+    T value;
+    memcpy(&value, of->data + index * sizeof(T), sizeof value);
+    return value;
   }
 };
 
@@ -96,48 +121,41 @@ void claim_shared(const char *name, uint64_t bytes);
 
 template <class T> struct Cell {
   T value;
-  Touch write, read;
+  Access<THREADGROUP> access;
 };
+template <class T> struct SharedRef;
 template <class T> struct SharedPtr {
   Cell<T> *cells;
   const char *name;
   int64_t size, offset;
-  struct Ref {
-    const SharedPtr at;
-    operator T() const { return at.get(); }
-    void operator=(T value) { at.put(value); }
-    void operator=(const Ref &other) { at.put(other.at.get()); }
-    void operator+=(T value) { at.put(at.get() + value); }
-    SharedPtr operator&() const { return at; }
-  };
-  Ref operator[](int64_t index) const { return {{cells, name, size, offset + index}}; }
+  SharedRef<T> operator[](int64_t index) const { return {{cells, name, size, offset + index}}; }
   SharedPtr operator+(int64_t by) const { return {cells, name, size, offset + by}; }
   Cell<T> &cell() const {
     if (offset < 0 || offset >= size) fail("%s[%lld] is out of bounds: %lld elements", name, (long long)offset, (long long)size);
     return cells[offset];
   }
   T get() const {
-    Cell<T> &c = cell();
-    if (!c.write.here()) fail("%s[%lld] is read before it is written", name, (long long)offset);
-    if (!c.write.before_now()) fail("%s[%lld]: lane %d reads what lane %d wrote without a barrier between", name, (long long)offset, lane, c.write.lane);
-    const bool shared = !c.read.before_now();
-    c.read.now();
-    if (shared) c.read.lane = -1;  // several: only a barrier of all orders them
-    return c.value;
+    cell().access.check_read(name, offset);
+    return cell().value;
   }
   void put(T value) const {
-    Cell<T> &c = cell();
-    if (!c.write.before_now()) fail("%s[%lld]: lanes %d and %d write without a barrier between", name, (long long)offset, c.write.lane, lane);
-    if (!c.read.before_now()) fail("%s[%lld]: lane %d writes what lane %d read without a barrier between", name, (long long)offset, lane, c.read.lane);
-    c.write.now();
-    c.value = value;
+    cell().access.check_write(name, offset);
+    cell().value = value;
   }
+};
+template <class T> struct SharedRef {
+  const SharedPtr<T> at;
+  operator T() const { return at.get(); }
+  void operator=(T value) { at.put(value); }
+  void operator=(const SharedRef &other) { at.put(other.at.get()); }
+  void operator+=(T value) { at.put(at.get() + value); }
+  SharedPtr<T> operator&() const { return at; }
 };
 template <class T, int64_t N> struct Shared {
   Cell<T> cells[N];
   const char *name;
   explicit Shared(const char *what) : name(what) { claim_shared(what, N * sizeof(T)); }
-  typename SharedPtr<T>::Ref operator[](int64_t index) { return operator SharedPtr<T>()[index]; }
+  SharedRef<T> operator[](int64_t index) { return operator SharedPtr<T>()[index]; }
   operator SharedPtr<T>() { return {cells, name, N, 0}; }
 };
 }  // namespace shim
@@ -176,15 +194,20 @@ struct bfloat16_t {
     return value;
   }
 };
-template <class T, class U> inline T as_type(U from) {
+namespace shim {
+template <class T, class U> inline T bits_of(const U &from) {
   static_assert(sizeof(T) == sizeof(U), "as_type keeps the size");
   T to;
   memcpy(&to, &from, sizeof to);
   return to;
 }
+}  // namespace shim
+template <class T, class U> inline T as_type(U from) { return shim::bits_of<T>(from); }
+template <class T, class U> inline T as_type(shim::SharedRef<U> from) { return shim::bits_of<T>(U(from)); }
 template <class T> inline T min(T a, T b) { return b < a ? b : a; }
 template <class T> inline T max(T a, T b) { return a < b ? b : a; }
 namespace metal {
+inline float fma(float a, float b, float c) { return fmaf(a, b, c); }
 using ::as_type;
 using ::max;
 using ::min;
@@ -194,12 +217,11 @@ inline float exp(float x) { return expf(x); }
 }  // namespace metal
 
 // ------------------------------------------------------------------------------------------------------- operations
-enum mem_flags_bits { mem_flags_none = 0, mem_flags_device = 1, mem_flags_threadgroup = 2 };
 namespace mem_flags {
-constexpr mem_flags_bits mem_none = mem_flags_none, mem_device = mem_flags_device, mem_threadgroup = mem_flags_threadgroup;
+constexpr int mem_none = 0, mem_threadgroup = 1 << shim::THREADGROUP, mem_device = 1 << shim::DEVICE;
 }
-inline void threadgroup_barrier(mem_flags_bits flags, int line = __builtin_LINE()) { shim::barrier(line, flags & mem_flags_threadgroup); }
-inline void simdgroup_barrier(mem_flags_bits, int line = __builtin_LINE()) { shim::simd_barrier(line); }
+inline void threadgroup_barrier(int flags, int line = __builtin_LINE()) { shim::barrier(line, flags); }
+inline void simdgroup_barrier(int flags, int line = __builtin_LINE()) { shim::simd_barrier(line, flags); }
 
 namespace shim {
 template <class T> struct Gathered {

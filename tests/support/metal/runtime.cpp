@@ -16,7 +16,7 @@ extern const char *const buffer_names[];  // of every buffer, in the order of th
 namespace shim {
 int lane;
 Position group, threads;
-uint32_t serial, epoch, simd_epoch[MAX_LANES / SIMD];
+uint32_t serial, epoch[SPACES], simd_epoch[SPACES][MAX_LANES / SIMD];
 Memory memory[32];
 
 void fail(const char *format, ...) {
@@ -92,8 +92,7 @@ enum Kind { RUNS, SIMD_OPERATION, BARRIER, END };
 struct Stop {
   Kind kind;
   const char *what;
-  int line;
-  bool memory;
+  int line, flags;  // memory that the stop orders
 };
 static Stop stops[MAX_LANES];
 static Packet packets[2][MAX_LANES];
@@ -106,15 +105,15 @@ static void stop(Stop at) {
 const Packet *exchange(const Packet &mine, const char *what, int line) {
   const int side = parity[lane] ^= 1, base = lane / SIMD * SIMD;  // two sides: a fast lane writes the next before a slow one has read this
   packets[side][lane] = mine;
-  stop({SIMD_OPERATION, what, line, false});
+  stop({SIMD_OPERATION, what, line, 0});
   return &packets[side][base];
 }
-void barrier(int line, bool threadgroup_memory) { stop({BARRIER, "threadgroup_barrier", line, threadgroup_memory}); }
-void simd_barrier(int line) { stop({SIMD_OPERATION, "simdgroup_barrier", line, true}); }
+void barrier(int line, int flags) { stop({BARRIER, "threadgroup_barrier", line, flags}); }
+void simd_barrier(int line, int flags) { stop({SIMD_OPERATION, "simdgroup_barrier", line, flags}); }
 
 static void body() {
   call_kernel();
-  stop({END, "the end", 0, false});
+  stop({END, "the end", 0, 0});
   abort();
 }
 
@@ -129,7 +128,6 @@ static void meet(int first, int count, const char *who) {
 
 static void run_group(int lanes) {
   ++serial;
-  ++epoch;
   for (int l = 0; l < lanes; ++l) {
     prepare(l, body);
     parity[l] = 0;
@@ -140,13 +138,14 @@ static void run_group(int lanes) {
         for (lane = first; lane < first + SIMD; ++lane) enter(lane);
         lane = first;
         meet(first, SIMD, "simdgroup");
-        if (stops[first].memory && stops[first].kind == SIMD_OPERATION) ++simd_epoch[first / SIMD];
+        if (stops[first].kind == SIMD_OPERATION)
+          for (int space = 0; space < SPACES; ++space) simd_epoch[space][first / SIMD] += stops[first].flags >> space & 1;
       } while (stops[first].kind == SIMD_OPERATION);
     }
     lane = 0;
     meet(0, lanes, "threadgroup");
     if (stops[0].kind == END) return;
-    if (stops[0].memory) ++epoch;
+    for (int space = 0; space < SPACES; ++space) epoch[space] += stops[0].flags >> space & 1;
   }
 }
 }  // namespace shim
@@ -167,12 +166,12 @@ int main() {
   for (; buffer_names[count]; ++count) {
     Memory &m = memory[count];
     m.name = buffer_names[count];
-    m.is_output = take<uint64_t>();
+    m.kind = take<Memory::Kind>();
     m.element = take<uint64_t>();
     m.bytes = take<uint64_t>();
     m.data = static_cast<char *>(malloc(m.bytes + 1));
-    if (m.is_output)
-      m.writes = new Touch[m.bytes / m.element];
+    if (m.kind != Memory::INPUT)
+      m.accesses = new Access<DEVICE>[m.bytes / m.element];
     else if (fread(m.data, 1, m.bytes, stdin) != m.bytes)
       abort();
   }
@@ -181,9 +180,12 @@ int main() {
     for (group.y = 0; group.y < grid.y / threads.y; ++group.y)
       for (group.x = 0; group.x < grid.x / threads.x; ++group.x) run_group(lanes);
   fwrite(&shared_bytes, sizeof shared_bytes, 1, stdout);
-  for (int i = 0; i < count; ++i) fwrite(memory[i].data, 1, memory[i].is_output ? memory[i].bytes : 0, stdout);
-  for (int i = 0; i < count; ++i)
-    for (uint64_t e = 0; memory[i].is_output && e < memory[i].bytes / memory[i].element; ++e)
-      if (!memory[i].writes[e].serial) fail("%s[%llu] is never written", memory[i].name, (unsigned long long)e);
+  for (int i = 0; i < count; ++i) {
+    const Memory &m = memory[i];
+    if (m.kind != Memory::OUTPUT) continue;
+    fwrite(m.data, 1, m.bytes, stdout);
+    for (uint64_t e = 0; e < m.bytes / m.element; ++e)
+      if (!m.accesses[e].write.serial) fail("%s[%llu] is never written", m.name, (unsigned long long)e);
+  }
   return 0;
 }
