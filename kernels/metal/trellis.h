@@ -7,11 +7,12 @@
 #ifndef TQ_METAL_TRELLIS_H
 #define TQ_METAL_TRELLIS_H
 
+#define TQ_FN METAL_FUNC
 #define TQ_WORDS const device uint32_t *
 #define TQ_AS_FLOAT(bits) as_type<float>(bits)
 // Folding 16-bit halves by their own names: a shift right takes four cycles where an addition takes one (M1).
 #define TQ_SUM4(bytes) tq_fold(as_type<ushort2>(((bytes) & 0x00FF00FFu) + (((bytes) >> 8) & 0x00FF00FFu)))
-static inline uint32_t tq_fold(ushort2 pair) { return uint32_t(pair.x) + uint32_t(pair.y); }
+METAL_FUNC uint32_t tq_fold(ushort2 pair) { return uint32_t(pair.x) + uint32_t(pair.y); }
 
 #include "common/trellis_decode.h"
 
@@ -25,7 +26,7 @@ static inline uint32_t tq_fold(ushort2 pair) { return uint32_t(pair.x) + uint32_
 
 // Value of a state in units of tq_unit; float32, exact.
 template <int CODE>
-inline float tq_level(uint32_t state) {
+METAL_FUNC float tq_level(uint32_t state) {
   if (CODE == TQ_CODE_3INST) {
     const half2 halves = as_type<half2>(tq_halves_3inst(state));
     return float(halves.x) + float(halves.y);
@@ -34,7 +35,7 @@ inline float tq_level(uint32_t state) {
 }
 
 template <int CODE>
-inline float tq_unit() {
+METAL_FUNC float tq_unit() {
   return CODE == TQ_CODE_3INST ? TQ_3INST_INVERSE_RMS : CODE == TQ_CODE_MUL1 ? TQ_MUL1_INVERSE_UNIT : TQ_1MAD_INVERSE_UNIT;
 }
 
@@ -44,20 +45,20 @@ struct TqCursor {
   const device uint32_t *block;
   uint32_t low, high, shift;
 
-  void begin(const device uint32_t *words, uint32_t run) {
+  METAL_FUNC void begin(const device uint32_t *words, uint32_t run) {
     const uint32_t bit = tq_run_bit(TQ_BLOCK, TQ_RUN * (run % TQ_RUNS), K);
     block = words + run / TQ_RUNS * (8 * K);
     low = bit / 32;
     high = low + 1 == 8 * K ? 0 : low + 1;
     shift = bit % 32;
   }
-  TqRun run() const { return tq_run(block[low], block[high], shift); }
-  void skip(uint32_t blocks) { block += blocks * (8 * K); }
+  METAL_FUNC TqRun run() const { return tq_run(block[low], block[high], shift); }
+  METAL_FUNC void skip(uint32_t blocks) { block += blocks * (8 * K); }
 };
 
 // Columns [first, first + 8) of every row of x ([M, cols]); zero beyond the last column, where the stream may hold anything.
 template <int M, typename X>
-inline void tq_load_run(X x, uint32_t cols, uint32_t first, thread float (&in)[M][TQ_RUN]) {
+METAL_FUNC void tq_load_run(X x, uint32_t cols, uint32_t first, thread float (&in)[M][TQ_RUN]) {
   if (first + TQ_RUN <= cols) {
     TQ_UNROLL for (uint32_t m = 0; m < M; ++m)
       TQ_UNROLL for (uint32_t i = 0; i < TQ_RUN; ++i) in[m][i] = float(x[m * cols + first + i]);
@@ -69,13 +70,13 @@ inline void tq_load_run(X x, uint32_t cols, uint32_t first, thread float (&in)[M
 
 // sums[m] += the run's levels times in[m]: each weight is decoded once for all M rows of x.
 template <int K, int L, int CODE, int M>
-inline void tq_add_run(TqRun run, const thread float (&in)[M][TQ_RUN], thread float (&sums)[M]) {
+METAL_FUNC void tq_add_run(TqRun run, const thread float (&in)[M][TQ_RUN], thread float (&sums)[M]) {
   TQ_UNROLL for (uint32_t i = 0; i < TQ_RUN; ++i) {
     const float level = tq_level<CODE>(tq_run_state(run, i, K, L));
     TQ_UNROLL for (uint32_t m = 0; m < M; ++m) sums[m] += level * in[m][i];
   }
 }
 
-inline float tq_silu(float gate) { return gate / (1.0f + metal::precise::exp(-gate)); }
+METAL_FUNC float tq_silu(float gate) { return gate / (1.0f + metal::precise::exp(-gate)); }
 
 #endif

@@ -29,7 +29,8 @@ uint32_t seam = 0;
 for (uint32_t pass = 0; pass < 2; ++pass) {
   // Pass 0 runs over the seam with free ends, to say which suffix stands there. Pass 1 is pinned to it at both ends.
   const uint32_t steps = pass == 0 ? 2 * warmup : TQ_BLOCK, first = pass == 0 ? TQ_BLOCK - warmup : 0, skip = pass == 0 ? warmup : 0;
-  TQ_UNROLL for (uint32_t g = 0; g < G; ++g) memory[own + g] = as_type<uint32_t>(pass == 0 || own + g == seam ? 0.0f : INFINITY);
+  // 1e30 is beyond every cost, and stays what it is when some are added; it needs no infinities, which fast-math denies.
+  TQ_UNROLL for (uint32_t g = 0; g < G; ++g) memory[own + g] = as_type<uint32_t>(pass == 0 || own + g == seam ? 0.0f : 1e30f);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   uint32_t row = 0;  // 0 or J: where the costs of the step before are

@@ -162,6 +162,7 @@ template <class T, int64_t N> struct Shared {
 
 // ------------------------------------------------------------------------------------------------------------ types
 #define thread
+#define METAL_FUNC inline
 typedef uint32_t uint;
 typedef unsigned short ushort;
 typedef unsigned char uchar;
