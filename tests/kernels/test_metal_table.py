@@ -85,3 +85,17 @@ def test_a_call_that_was_not_chosen_for_is_refused():
         )
     with pytest.raises(BackendError, match=r"expand to .*int32"):
         metal.expand(packed, mx.int32)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"words": mx.zeros((59,), mx.uint32)}, {"scales": mx.ones((23,), mx.float16)}, {"scales": mx.ones((24,))}],
+    ids=lambda c: next(iter(c)),
+)
+def test_arrays_that_do_not_fit_the_matrix_are_refused(change):
+    """A kernel would read beyond them."""
+    spec = spec_for((24, 40), k=2, axis=1)
+    arrays = {"words": mx.zeros((spec.n_words,), mx.uint32), "scales": mx.ones((24,), mx.float16)}
+    metal.Packed(**arrays, spec=spec)
+    with pytest.raises(BackendError, match="packed matrix: expected 64 uint32 words and 24 float16 scales"):
+        metal.Packed(**(arrays | change), spec=spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,20 @@ def test_the_rule_is_written_down_nowhere_else():
 def test_every_metal_file_belongs_to_a_kernel():
     root = sources.source_root()
     assert {f"metal/{path.name}" for path in (root / "metal").glob("*.metal")} == set(FILES)
+
+
+def test_pointers_and_references_name_their_memory():
+    """Metal refuses a parameter that does not say where it points; g++, which runs the text in tests, does not mind."""
+    declarator = re.compile(r"(?P<before>[^;{}()\n,]*)(?:\w \*\w|\(&\w+\)|\w &\w)")
+    found = 0
+    for path in sorted((sources.source_root() / "metal").iterdir()):
+        code = re.sub(r"//.*", "", path.read_text())
+        for match in declarator.finditer(code):
+            found += 1
+            assert re.search(r"\b(device|constant|threadgroup|thread)\b", match.group()), (
+                f"{path.name}: {match.group()}"
+            )
+    assert found >= 4
 
 
 def test_text_is_split_after_its_last_include():

@@ -32,11 +32,24 @@ _DTYPES: dict[ArrayDtype, mx.Dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A packed matrix on the device: ``words`` uint32 in any shape, ``scales`` float16 ``[rows]``."""
+    """A packed matrix on the device: ``words`` uint32 in any shape, ``scales`` float16 ``[rows]``.
+
+    Raises:
+        BackendError: the arrays are not as long as ``spec`` says: kernels would read beyond them.
+    """
 
     words: mx.array
     scales: mx.array
     spec: TrellisSpec
+
+    def __post_init__(self) -> None:
+        found = (self.words.dtype, self.words.size, self.scales.dtype, self.scales.size)
+        if found != (mx.uint32, self.spec.n_words, mx.float16, self.spec.rows):
+            raise BackendError(
+                f"packed matrix: expected {self.spec.n_words} uint32 words and {self.spec.rows} float16 scales, "
+                f"found words {self.words.dtype} {list(self.words.shape)}, "
+                f"scales {self.scales.dtype} {list(self.scales.shape)}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +91,9 @@ def on_device(call: Call, arrays: Sequence[mx.array], *, verbose: bool = False) 
     return done
 
 
+@lru_cache(maxsize=4096)
 def choose(problem: Problem) -> Choice:
-    """The Metal kernel for ``problem``, or the reasons why there is none."""
+    """The Metal kernel for ``problem``, or the reasons why there is none; kept, since layers ask at every token."""
     return choose_among(problem, KERNELS)
 
 
@@ -97,11 +111,9 @@ def product(choice: Choice, x: mx.array, packed: Packed, *, run: Runner = on_dev
     Raises:
         BackendError: there is none, or ``x`` and the matrix are not of the problem that it was chosen for.
     """
-    kernel = _checked(choice, problem_of(x, packed))
-    launch = kernel.launch(choice.problem)
-    (y,) = run(
-        _call(kernel, launch), [x.reshape(-1, x.shape[-1]), packed.words, packed.scales, dims_array(launch.dims)]
-    )
+    _check(choice, x, packed.spec, None)
+    call, dims = _prepared(choice.problem)
+    (y,) = run(call, [x.reshape(-1, x.shape[-1]), packed.words, packed.scales, dims])
     if y.ndim == 3:  # scatter: one part for each split
         y = y[0] if y.shape[0] == 1 else _sum_parts(y, choice.problem.dtype, run)
     return y.reshape(*x.shape[:-1], -1)
@@ -109,10 +121,10 @@ def product(choice: Choice, x: mx.array, packed: Packed, *, run: Runner = on_dev
 
 def swiglu(choice: Choice, x: mx.array, gate: Packed, up: Packed, *, run: Runner = on_device) -> mx.array:
     """``silu(x Gateᵀ) ⊙ (x Upᵀ)``, ``[..., in]`` → ``[..., out]`` in the type of x; errors as :func:`product`."""
-    kernel = _checked(choice, problem_of(x, gate, up))
-    launch = kernel.launch(choice.problem)
-    arrays = [x.reshape(-1, x.shape[-1]), gate.words, gate.scales, up.words, up.scales, dims_array(launch.dims)]
-    (y,) = run(_call(kernel, launch), arrays)
+    _check(choice, x, gate.spec, up.spec)
+    call, dims = _prepared(choice.problem)
+    flat = x.reshape(-1, x.shape[-1])
+    (y,) = run(call, [flat, gate.words, gate.scales, up.words, up.scales, dims])
     return y.reshape(*x.shape[:-1], -1)
 
 
@@ -123,9 +135,9 @@ def expand(packed: Packed, dtype: mx.Dtype, *, run: Runner = on_device) -> mx.ar
         BackendError: the code has no formula, or the matrix is too large for the kernel.
     """
     choice = choose(Problem(op="expand", spec=packed.spec, m=0, dtype=_name(dtype, "expand to")))
-    kernel = _checked(choice, choice.problem)
-    launch = kernel.launch(choice.problem)
-    (dense,) = run(_call(kernel, launch), [packed.words, packed.scales, dims_array(launch.dims)])
+    _require(choice)
+    call, dims = _prepared(choice.problem)
+    (dense,) = run(call, [packed.words, packed.scales, dims])
     return dense
 
 
@@ -142,16 +154,27 @@ def _sum_parts(parts: mx.array, dtype: Dtype, run: Runner) -> mx.array:
     return y
 
 
-def _checked(choice: Choice, problem: Problem) -> Kernel:
+def _require(choice: Choice) -> Kernel:
     if choice.kernel is None:
         raise BackendError(f"no Metal kernel: {choice.reason}")
-    if choice.problem != problem:
-        raise BackendError(f"the kernel {choice.kernel.name} was chosen for another problem: {choice.problem}")
     return choice.kernel
 
 
-def _call(kernel: Kernel, launch: Launch) -> Call:
-    return Call(name=kernel.name, source=kernel.source, inputs=kernel.inputs, outputs=kernel.outputs, launch=launch)
+def _check(choice: Choice, x: mx.array, spec: TrellisSpec, up: TrellisSpec | None) -> None:
+    kernel, problem = _require(choice), choice.problem
+    asked = (x.shape[-1], x.size // x.shape[-1], _NAMES.get(x.dtype), spec, up)
+    if asked != (problem.spec.weight_shape[1], problem.m, problem.dtype, problem.spec, problem.up):
+        raise BackendError(f"the kernel {kernel.name} was chosen for another problem: {problem}")
+
+
+@lru_cache(maxsize=4096)
+def _prepared(problem: Problem) -> tuple[Call, mx.array]:
+    """The call for a problem that has a kernel, and its sizes: the same at every token."""
+    kernel = _require(choose(problem))
+    launch = kernel.launch(problem)
+    names = {"name": kernel.name, "source": kernel.source}
+    call = Call(**names, inputs=kernel.inputs, outputs=kernel.outputs, launch=launch)
+    return call, dims_array(launch.dims)
 
 
 @lru_cache(maxsize=256)

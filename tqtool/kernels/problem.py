@@ -121,7 +121,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The kernel that computes ``problem``, or None: then the caller expands the weight and multiplies.
+    """The kernel that computes ``problem``, or None: then the caller does it another way, which ``path`` names.
 
     ``refusals`` are the kernels that were asked before, each with its reason.
     """
@@ -135,7 +135,7 @@ class Choice:
         """Name of the kernel, or what is done instead."""
         if self.kernel is not None:
             return self.kernel.name
-        return "none" if self.problem.op == "expand" else "expand + matmul"
+        return {"product": "expand + matmul", "swiglu": "two products", "expand": "MLX operations"}[self.problem.op]
 
     @property
     def reason(self) -> str:
