@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.metal.backend import compute
 from tests.support.metal.device import Shim, ShimError
 from tests.support.metal.faults import BARRIER, WRONG, Fault
+from tests.support.mlx_backend import compute
 from tests.support.trellis_cases import TABLE, Case
 from tests.support.trellis_oracle import arrays_of, check, expected
-from tqtool.kernels import metal
+from tqtool.kernels.metal import METAL
 
 RULE = [
     Fault("time runs forwards", "tile", "(block - 8u - t) * k", "t * k"),
@@ -182,7 +182,7 @@ def cases_of(fault: Fault) -> list[Case]:
     """Cases that run the kernel, without those of special values."""
     kernel = "scatter" if fault.kernel == "sum_parts" else fault.kernel
     plain = [case for case in TABLE if not case.special and fault.where(case)]
-    return [case for case in plain if getattr(metal.choose(case.problem).kernel, "name", "") == kernel]
+    return [case for case in plain if getattr(METAL.choose(case.problem).kernel, "name", "") == kernel]
 
 
 @pytest.fixture(scope="session")
@@ -195,11 +195,11 @@ def test_the_table_finds(fault, folder):
     def edit(text: str) -> str:
         return fault.plant(text) if f"void custom_kernel_tq_{fault.kernel}_" in text else text
 
-    shim, found = Shim(folder, edit), []
+    backend, found = METAL.with_runner(Shim(folder, edit)), []
     for case in cases_of(fault):
         arrays = arrays_of(case)
         try:
-            check(case, compute(case, arrays, shim), expected(case, arrays))
+            check(case, compute(case, arrays, backend), expected(case, arrays))
         except (AssertionError, ShimError) as error:
             found.append(str(error))
             break
@@ -221,4 +221,4 @@ def test_special_values_find_what_plain_ones_cannot(folder):
     (case,) = specials
     arrays = arrays_of(case)
     with pytest.raises(AssertionError, match=WRONG):
-        check(case, compute(case, arrays, Shim(folder, fault.plant)), expected(case, arrays))
+        check(case, compute(case, arrays, METAL.with_runner(Shim(folder, fault.plant))), expected(case, arrays))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.metal.device import Shim, ShimError
-from tqtool.kernels.metal import Call
+from tqtool.kernels.backend import Call
 from tqtool.kernels.problem import Launch, Output
 
 LANE = "const uint32_t lane = thread_index_in_simdgroup, i = thread_index_in_threadgroup;\n"

@@ -8,33 +8,34 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.support.metal.backend import compute
 from tests.support.metal.device import Shim
+from tests.support.mlx_backend import compute
 from tests.support.trellis_cases import TABLE
 from tests.support.trellis_oracle import arrays_of, check, expected
 from tqtool.errors import BackendError
 from tqtool.formats.trellis import spec_for
-from tqtool.kernels import metal
+from tqtool.kernels.backend import Packed, problem_of
+from tqtool.kernels.metal import METAL
 from tqtool.kernels.metal_kernels import KERNELS
 from tqtool.kernels.problem import Problem
 
 
 @pytest.fixture(scope="session")
-def shim(tmp_path_factory):
-    return Shim(tmp_path_factory.mktemp("metal"))
+def backend(tmp_path_factory):
+    return METAL.with_runner(Shim(tmp_path_factory.mktemp("metal")))
 
 
 @pytest.mark.parametrize("case", TABLE, ids=str)
-def test_result(case, shim):
+def test_result(case, backend):
     arrays = arrays_of(case)
-    check(case, compute(case, arrays, shim), expected(case, arrays))
+    check(case, compute(case, arrays, backend), expected(case, arrays))
 
 
 def test_the_table_runs_every_kernel_with_every_value_of_its_parameters():
     """And the geometry's own choices: one row a simdgroup and two, two simdgroups and eight, one split and several."""
     seen = defaultdict(lambda: defaultdict(set))
     for case in TABLE:
-        kernel = metal.choose(case.problem).kernel
+        kernel = METAL.choose(case.problem).kernel
         assert kernel is not None, case
         launch = kernel.launch(case.problem)
         for name, value in launch.template:
@@ -55,36 +56,34 @@ def test_the_table_runs_every_kernel_with_every_value_of_its_parameters():
     assert seen["expand"]["TILE"] == {0, 16}
 
 
-def test_leading_axes_of_x_are_kept(shim):
+def test_leading_axes_of_x_are_kept(backend):
     spec = spec_for((24, 40), k=2, axis=1, tile=True)
     words = mx.array(np.random.default_rng(0).integers(0, 2**32, spec.words_shape, dtype=np.uint32))
-    packed = metal.Packed(words, mx.ones((24,), mx.float16), spec)
+    packed = Packed(words, mx.ones((24,), mx.float16), spec)
     x = mx.random.normal((2, 1, 40))
-    choice = metal.choose(metal.problem_of(x, packed))
-    y = metal.product(choice, x, packed, run=shim)
+    choice = METAL.choose(problem_of(x, packed))
+    y = backend.product(choice, x, packed)
     assert y.shape == (2, 1, 24)
-    flat = metal.product(choice, x.reshape(2, 40), packed, run=shim)
+    flat = backend.product(choice, x.reshape(2, 40), packed)
     assert mx.array_equal(y.reshape(2, 24), flat)
 
 
 def test_a_call_that_was_not_chosen_for_is_refused():
     spec = spec_for((24, 40), k=2, axis=1)
-    packed = metal.Packed(mx.zeros(spec.words_shape, mx.uint32), mx.ones((24,), mx.float16), spec)
+    packed = Packed(mx.zeros(spec.words_shape, mx.uint32), mx.ones((24,), mx.float16), spec)
     x = mx.zeros((1, 40))
-    other = metal.choose(Problem(spec=spec, m=2, dtype="float32"))
+    other = METAL.choose(Problem(spec=spec, m=2, dtype="float32"))
     with pytest.raises(BackendError, match="the kernel reduce was chosen for another problem"):
-        metal.product(other, x, packed)
-    none = metal.choose(Problem(spec=spec, m=33, dtype="float32"))
+        METAL.product(other, x, packed)
+    none = METAL.choose(Problem(spec=spec, m=33, dtype="float32"))
     with pytest.raises(BackendError, match=r"no Metal kernel: .*prefill: m = 33"):
-        metal.product(none, mx.zeros((33, 40)), packed)
+        METAL.product(none, mx.zeros((33, 40)), packed)
     with pytest.raises(BackendError, match=r"x is .*int32"):
-        metal.problem_of(mx.zeros((1, 40), mx.int32), packed)
+        problem_of(mx.zeros((1, 40), mx.int32), packed)
     with pytest.raises(BackendError, match=r"no Metal kernel: .*code rptc has no formula"):
-        metal.expand(
-            metal.Packed(packed.words, packed.scales, spec_for((24, 40), k=2, axis=1, code="rptc")), mx.float32
-        )
+        METAL.expand(Packed(packed.words, packed.scales, spec_for((24, 40), k=2, axis=1, code="rptc")), mx.float32)
     with pytest.raises(BackendError, match=r"expand to .*int32"):
-        metal.expand(packed, mx.int32)
+        METAL.expand(packed, mx.int32)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +95,6 @@ def test_arrays_that_do_not_fit_the_matrix_are_refused(change):
     """A kernel would read beyond them."""
     spec = spec_for((24, 40), k=2, axis=1)
     arrays = {"words": mx.zeros((spec.n_words,), mx.uint32), "scales": mx.ones((24,), mx.float16)}
-    metal.Packed(**arrays, spec=spec)
+    Packed(**arrays, spec=spec)
     with pytest.raises(BackendError, match="packed matrix: expected 64 uint32 words and 24 float16 scales"):
-        metal.Packed(**(arrays | change), spec=spec)
+        Packed(**(arrays | change), spec=spec)

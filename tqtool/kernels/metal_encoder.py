@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 
 from tqtool.errors import BackendError
 from tqtool.formats.trellis import BLOCK
+from tqtool.kernels.backend import Call, Runner, dims_array
 from tqtool.kernels.encoding import LEVEL_LIMIT, EncodeProblem
-from tqtool.kernels.metal import Call, Runner, dims_array, on_device
+from tqtool.kernels.metal import on_device
 from tqtool.kernels.metal_kernels import ENCODE_SOURCE, encode_blocks_at_once, encode_launch, encode_supports
 
 

@@ -1,4 +1,4 @@
-"""An executor for ``tqtool.kernels.metal``: stands where ``on_device`` stands."""
+"""An executor that stands where ``tqtool.kernels.metal.on_device`` stands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from tests.support.metal.text import generated, to_cpp
-from tqtool.kernels.metal import Call
+from tqtool.kernels.backend import Call
 from tqtool.kernels.problem import DTYPE_BYTES, ArrayDtype
 
 HERE = Path(__file__).parent

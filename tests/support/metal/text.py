@@ -12,7 +12,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from tqtool.kernels.metal import Call, on_device
+from tqtool.kernels.backend import Call
+from tqtool.kernels.metal import on_device
 
 # What MLX hands in besides buffers, as expressions of the runtime's state.
 _ATTRIBUTES = {

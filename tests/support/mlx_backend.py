@@ -1,4 +1,4 @@
-"""Cases of the shared table on the Metal kernels: numpy in, numpy out."""
+"""Cases of the shared table on the kernels of a backend that MLX launches: numpy in, numpy out."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from numpy.typing import NDArray
 
 from tests.support.trellis_cases import Case
 from tests.support.trellis_oracle import Arrays
-from tqtool.kernels import metal
+from tqtool.kernels.backend import Backend, Packed
 
 
-def compute(case: Case, arrays: Arrays, run: metal.Runner) -> NDArray[Any]:
+def compute(case: Case, arrays: Arrays, backend: Backend) -> NDArray[Any]:
     """The result of ``case`` by the kernel that is chosen for it, called as the product calls it."""
-    packed = [metal.Packed(mx.array(m.words), mx.array(m.scales), m.spec) for m in arrays.matrices]
-    x = to_mlx(arrays.x)
-    choice = metal.choose(case.problem)
+    packed = [Packed(mx.array(m.words), mx.array(m.scales), m.spec) for m in arrays.matrices]
     if case.problem.op == "expand":
-        return to_numpy(metal.expand(packed[0], getattr(mx, case.problem.dtype), run=run))
+        return to_numpy(backend.expand(packed[0], getattr(mx, case.problem.dtype)))
+    x, choice = to_mlx(arrays.x), backend.choose(case.problem)
     if case.problem.op == "swiglu":
-        return to_numpy(metal.swiglu(choice, x, *packed, run=run))
-    return to_numpy(metal.product(choice, x, packed[0], run=run))
+        return to_numpy(backend.swiglu(choice, x, *packed))
+    return to_numpy(backend.product(choice, x, packed[0]))
 
 
 def to_mlx(array: NDArray[Any]) -> mx.array:
