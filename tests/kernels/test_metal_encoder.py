@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -11,6 +12,7 @@ from tqtool import native
 from tqtool.errors import BackendError
 from tqtool.kernels import metal_kernels
 from tqtool.kernels.encoding import EXACT, LEVEL_LIMIT, EncodeProblem
+from tqtool.kernels.metal import on_device
 from tqtool.kernels.metal_encoder import encode_problem, viterbi_encode
 from tqtool.kernels.metal_kernels import encode_launch, encode_supports
 from tqtool.mathx import codes
@@ -19,9 +21,17 @@ from tqtool.mathx import codes
 TRELLISES = [(12, 1), (12, 2), (12, 3), (12, 4), (14, 3), (14, 4)]
 
 
+EXECUTORS = ["lanes", "device"] if mx.metal.is_available() else ["lanes"]
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("encoder")
+
+
+@pytest.fixture(params=EXECUTORS)
+def run(request, folder):
+    return on_device if request.param == "device" else Shim(folder)
 
 
 def gaussian(blocks, k, seed=0):
@@ -51,36 +61,36 @@ def assert_same(x, levels, run, **options):
 
 @pytest.mark.parametrize(("window", "k"), TRELLISES)
 @pytest.mark.parametrize("warmup", [None, 1, 32, 77])
-def test_states(window, k, warmup, folder):
+def test_states(window, k, warmup, run):
     levels = codes.levels("mul1", window)
-    assert_same(gaussian(3, k, seed=k), levels, Shim(folder), window=window, k=k, warmup=warmup)
+    assert_same(gaussian(3, k, seed=k), levels, run, window=window, k=k, warmup=warmup)
 
 
 @pytest.mark.parametrize(("window", "k"), TRELLISES)
 @pytest.mark.parametrize("inputs", [tied, far])
-def test_ties_and_distances(window, k, inputs, folder):
+def test_ties_and_distances(window, k, inputs, run):
     x, levels = inputs(2, window)
-    assert_same(x, levels, Shim(folder), window=window, k=k)
+    assert_same(x, levels, run, window=window, k=k)
 
 
 @pytest.mark.parametrize("code", codes.CODES)
-def test_codes(code, folder):
-    assert_same(gaussian(2, 2), codes.levels(code, 12), Shim(folder), window=12, k=2)
+def test_codes(code, run):
+    assert_same(gaussian(2, 2), codes.levels(code, 12), run, window=12, k=2)
 
 
-def test_extreme_inputs(folder):
+def test_extreme_inputs(run):
     """Zeros, one value throughout, and values that have to be clipped."""
     x = gaussian(5, 3)
     x[0], x[1], x[2], x[3] = 0, 560, -560, 137
     x[4, ::7] = 32000
-    assert_same(x, codes.levels("mul1", 12), Shim(folder), window=12, k=3)
+    assert_same(x, codes.levels("mul1", 12), run, window=12, k=3)
 
 
-def test_several_launches(folder, monkeypatch):
+def test_several_launches(run, monkeypatch):
     problem = encode_problem(5, codes.levels("mul1", 12), window=12, k=4)
     monkeypatch.setattr(metal_kernels, "MAX_HISTORY_BYTES", 2 * 256 * 64 * 4)
     assert metal_kernels.encode_blocks_at_once(problem) == 2
-    assert_same(gaussian(5, 4), codes.levels("mul1", 12), Shim(folder), window=12, k=4)
+    assert_same(gaussian(5, 4), codes.levels("mul1", 12), run, window=12, k=4)
     assert viterbi_encode(gaussian(0, 4), codes.levels("mul1", 12), window=12, k=4)[0].shape == (0, 256)
 
 

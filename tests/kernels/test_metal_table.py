@@ -1,4 +1,7 @@
-"""The Metal kernels on the table that all backends share: the text that MLX compiles, run lane by lane."""
+"""The Metal kernels on the table that all backends share: the text that MLX compiles, run lane by lane.
+
+Where there is an Apple GPU, it runs the table too.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,13 @@ from tqtool.kernels.metal import METAL
 from tqtool.kernels.metal_kernels import KERNELS
 from tqtool.kernels.problem import Problem
 
+EXECUTORS = ["lanes", "device"] if mx.metal.is_available() else ["lanes"]
 
-@pytest.fixture(scope="session")
-def backend(tmp_path_factory):
+
+@pytest.fixture(scope="session", params=EXECUTORS)
+def backend(request, tmp_path_factory):
+    if request.param == "device":
+        return METAL
     return METAL.with_runner(Shim(tmp_path_factory.mktemp("metal")))
 
 

@@ -3,6 +3,10 @@
 //
 // Lanes run one after another from one place where they must meet to the next. At each stop all lanes of a SIMD group must be at the same
 // one; at a barrier, all of the threadgroup.
+#if defined(__APPLE__)
+#define _XOPEN_SOURCE 700  // ucontext
+#define _DARWIN_C_SOURCE
+#endif
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
