@@ -9,14 +9,15 @@
 // lane reads back what it wrote itself, so device memory needs no barrier.
 //
 // x int16 [blocks, 256] · levels int16 [2^L] · dims [blocks, warmup] → states uint16 [blocks, 256] · history uint32 [blocks, 256, LANES]
-// L, K: of the trellis · LANES: 2^L / 64, of the threadgroup · REACH: ⌈(L-K)/K⌉, steps after which every suffix can be reached.
+// L, K: of the trellis · LANES: 2^L / 64, of the threadgroup · ROWS: of costs, 2, or 1 where 2 are too large: then a barrier stands between
+// reading and writing them · REACH: ⌈(L-K)/K⌉, steps after which every suffix can be reached.
 // grid.x: one threadgroup for every block.
 #include "metal/trellis.h"
 
-threadgroup uint32_t memory[2 << (L - K)];  // two rows of costs, as bits; on the way back, choices of STEPS steps
+threadgroup uint32_t memory[ROWS << (L - K)];  // rows of costs, as bits; on the way back, choices of STEPS steps
 threadgroup float inputs[256];
-threadgroup uint32_t walk[1];               // the suffix where the way back stands
-constexpr uint32_t J = 1u << (L - K), D = 1u << K, G = J / LANES, STEPS = 2 * J / LANES;
+threadgroup uint32_t walk[1];                  // the suffix where the way back stands
+constexpr uint32_t J = 1u << (L - K), D = 1u << K, G = J / LANES, STEPS = ROWS * J / LANES;
 const uint32_t lane = thread_index_in_threadgroup, block = threadgroup_position_in_grid.x, warmup = dims[1];
 const uint32_t own = lane * G;  // the lane's first suffix
 
@@ -47,28 +48,33 @@ for (uint32_t pass = 0; pass < 2; ++pass) {
         choice[g] = better ? d : choice[g];
       }
     }
+    if (ROWS == 1)
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    else
+      row = J - row;
     TQ_UNROLL for (uint32_t g = 0; g < G; ++g) {
-      memory[(J - row) + own + g] = as_type<uint32_t>(best[g]);
+      memory[row + own + g] = as_type<uint32_t>(best[g]);
       word |= choice[g] << (g * K);
     }
     if (i >= skip) history[(block * TQ_BLOCK + i - skip) * LANES + lane] = word;
-    row = J - row;
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
   if (pass == 0) {
-    // The lowest suffix of the lowest cost: each lane's own into the row that is free, then one lane through them.
+    // The lowest suffix of the lowest cost: each lane's own, then one lane through them. The costs are not needed any more.
     uint32_t lowest = own;
     for (uint32_t j = own; j < own + G; ++j)
       if (as_type<float>(memory[row + j]) < as_type<float>(memory[row + lowest])) lowest = j;
-    memory[(J - row) + 2 * lane] = memory[row + lowest];
-    memory[(J - row) + 2 * lane + 1] = lowest;
+    const uint32_t cost = memory[row + lowest];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    memory[2 * lane] = cost;
+    memory[2 * lane + 1] = lowest;
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (lane == 0) {
       uint32_t at = 0;
       for (uint32_t l = 1; l < LANES; ++l)
-        if (as_type<float>(memory[(J - row) + 2 * l]) < as_type<float>(memory[(J - row) + 2 * at])) at = l;
-      walk[0] = memory[(J - row) + 2 * at + 1];
+        if (as_type<float>(memory[2 * l]) < as_type<float>(memory[2 * at])) at = l;
+      walk[0] = memory[2 * at + 1];
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }

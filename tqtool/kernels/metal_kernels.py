@@ -202,8 +202,8 @@ def expand_launch(problem: Problem) -> Launch:
 
 # --------------------------------------------------------------------------------------------------- encode
 def encode_supports(problem: EncodeProblem) -> str | None:
-    """Two rows of costs in threadgroup memory, exact in float32, and a lane for every 64 states."""
-    bytes_needed = _encode_bytes(problem)
+    """One or two rows of costs in threadgroup memory, exact in float32, and a lane for every 64 states."""
+    bytes_needed = _encode_bytes(problem, 1)
     if not SIMD * STATES_PER_LANE <= 1 << problem.window <= 256 * STATES_PER_LANE:
         return f"window {problem.window}: one of 11 to 14"
     if problem.suffixes < 4 * problem.lanes(STATES_PER_LANE):
@@ -218,11 +218,13 @@ def encode_supports(problem: EncodeProblem) -> str | None:
 def encode_launch(problem: EncodeProblem) -> Launch:
     """One threadgroup for every block; states, and choices that only the kernel reads."""
     lanes = problem.lanes(STATES_PER_LANE)
+    rows = 2 if _encode_bytes(problem, 2) <= MAX_THREADGROUP_BYTES else 1
+    trellis = (("L", problem.window), ("K", problem.k), ("LANES", lanes), ("ROWS", rows), ("REACH", problem.reach))
     return Launch(
         grid=(problem.blocks * lanes, 1, 1),
         threadgroup=(lanes, 1, 1),
-        template=(("L", problem.window), ("K", problem.k), ("LANES", lanes), ("REACH", problem.reach)),
-        threadgroup_bytes=_encode_bytes(problem),
+        template=trellis,
+        threadgroup_bytes=_encode_bytes(problem, rows),
         outputs=(
             Output((problem.blocks, BLOCK), "uint16"),
             Output((problem.blocks, BLOCK, lanes), "uint32", scratch=True),
@@ -236,9 +238,9 @@ def encode_blocks_at_once(problem: EncodeProblem) -> int:
     return MAX_HISTORY_BYTES // (BLOCK * problem.lanes(STATES_PER_LANE) * 4)
 
 
-def _encode_bytes(problem: EncodeProblem) -> int:
-    """Two rows of costs, the inputs, one number."""
-    return 2 * problem.suffixes * 4 + BLOCK * 4 + 4
+def _encode_bytes(problem: EncodeProblem, rows: int) -> int:
+    """Rows of costs, the inputs, one number."""
+    return rows * problem.suffixes * 4 + BLOCK * 4 + 4
 
 
 # --------------------------------------------------------------------------------------------------- common
