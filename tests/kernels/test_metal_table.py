@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.metal.device import Shim
-from tests.support.mlx_backend import compute
+from tests.support.mlx_backend import compute, to_numpy
 from tests.support.trellis_cases import TABLE
 from tests.support.trellis_oracle import arrays_of, check, expected
 from tqtool.errors import BackendError
@@ -21,6 +21,7 @@ from tqtool.kernels.backend import Packed, problem_of
 from tqtool.kernels.metal import METAL
 from tqtool.kernels.metal_kernels import KERNELS
 from tqtool.kernels.problem import Problem
+from tqtool.solve.trellis import TrellisFakeQuant, TrellisOptions, TrellisPacked
 
 EXECUTORS = ["lanes", "device"] if mx.metal.is_available() else ["lanes"]
 
@@ -61,6 +62,23 @@ def test_the_table_runs_every_kernel_with_every_value_of_its_parameters():
     assert (seen["scatter"]["WHOLE"], seen["scatter"]["splits"]) == ({0, 1}, {1, 2, 4})
     assert (seen["prefill"]["MT"], seen["prefill"]["AXIS"], seen["prefill"]["TILE"]) == (bits, {0, 1}, {0, 16})
     assert seen["expand"]["TILE"] == {0, 16}
+
+
+@pytest.mark.parametrize("layout", ["axis1", "axis0", "tile"])
+def test_expansion_is_the_fake_quant_twin(layout, backend):
+    """The dense bf16 tensor that ``trellis --fake-quant`` writes, to the bit."""
+    options = {
+        "options": TrellisOptions(k=3, warmup=16),
+        "axis": 0 if layout == "axis0" else 1,
+        "tile": layout == "tile",
+    }
+    weight = np.random.default_rng(0).standard_normal((40, 72)).astype(np.float32)
+    stored = TrellisPacked(**options).run("m.weight", weight).tensors
+    twin = TrellisFakeQuant(**options).run("m.weight", weight).tensors["m.weight"]
+    spec = TrellisPacked(**options).spec(weight.shape, "m.weight")
+    packed = Packed(mx.array(stored["m.weight"]), mx.array(stored["m.scales"]), spec)
+    dense = to_numpy(backend.expand(packed, mx.bfloat16))
+    np.testing.assert_array_equal((dense if spec.axis == 1 else dense.T).view(np.uint16), twin.view(np.uint16))
 
 
 def test_leading_axes_of_x_are_kept(backend):
