@@ -6,14 +6,13 @@ of rows, simdgroups and splits below follow from occupancy by arithmetic; none o
 
 from __future__ import annotations
 
-from tqtool.formats.trellis import BLOCK, TILE, TrellisSpec
+from tqtool.formats.trellis import BLOCK, TILE
 from tqtool.kernels.encoding import EXACT, EncodeProblem
-from tqtool.kernels.problem import MAX_STREAM, RUN, Dtype, Kernel, Launch, Output, Problem
-from tqtool.mathx.codes import COMPUTED_CODES
+from tqtool.kernels.problem import RUN, Dtype, Kernel, Launch, Output, Problem
+from tqtool.kernels.rules import MATVEC_ROWS, general_reason, matvec_reason, rows_reason, sizes, trellis_template, up_of
 
 SIMD = 32
 MAX_THREADGROUP_BYTES = 32 * 1024
-MATVEC_ROWS = 4
 PREFILL_ROWS = 32
 PREFILL_OUTPUTS = 32
 """Outputs, and inputs at a time, of a threadgroup of the prefill kernel; ``TQ_LINE`` is this and a pad."""
@@ -30,69 +29,37 @@ STATES_PER_LANE = 64
 MAX_HISTORY_BYTES = 256 << 20
 """Choices of all blocks of one launch of the encoder: 4096 blocks at L = 12."""
 ROWS_PER_SPLIT = 64
-"""At least: below that, writing and adding up the partial sums costs more than the split saves."""
-
-
-def _general(problem: Problem, *ops: str) -> str | None:
-    """Reasons that every kernel has."""
-    if problem.op not in ops:
-        return f"does no {problem.op}"
-    for spec in problem.specs:
-        if spec.code not in COMPUTED_CODES:
-            return f"code {spec.code} has no formula"
-        if spec.n_blocks * spec.block >= MAX_STREAM:
-            return f"{spec.n_blocks * spec.block} weights: at most 2^31 - 1"
-        if problem.op != "expand" and spec.stride % RUN:
-            return f"stride {spec.stride} is no multiple of {RUN}"
-    if problem.m * max(problem.spec.weight_shape) >= MAX_STREAM:
-        return f"{problem.m} rows of x: too many"
-    return None
-
-
-def _rows_between(problem: Problem, low: int, high: int) -> str | None:
-    return None if low <= problem.m <= high else f"m = {problem.m}: does {low} to {high} rows"
-
-
-def _matvec(problem: Problem, layout: str, op: str) -> str | None:
-    reason = _general(problem, op) or _rows_between(problem, 1, MATVEC_ROWS)
-    if reason is None and any(spec.layout != layout for spec in problem.specs):
-        reason = f"layout {', '.join(spec.layout for spec in problem.specs)}: reads {layout}"
-    first = problem.spec
-    if reason is None and any(
-        (s.code, s.window, s.stride) != (first.code, first.window, first.stride) for s in problem.specs
-    ):
-        reason = "the two matrices differ in code, window or stride"
-    return reason
+"""At least, so that partial sums are a small part of what is read and written."""
 
 
 # --------------------------------------------------------------------------------------------- reduce, tile
 def reduce_supports(problem: Problem) -> str | None:
     """Axis 1 in rows, 1 to 4 rows of x."""
-    return _matvec(problem, "axis1", "product")
+    return matvec_reason(problem, "axis1", "product")
 
 
 def reduce_launch(problem: Problem) -> Launch:
     """One simdgroup for every R rows of the matrix, eight in a threadgroup."""
     per_simdgroup = 2 if problem.spec.rows >= MANY_ROWS else 1
     simdgroups = -(-problem.spec.rows // per_simdgroup)
-    template = (*_trellis(problem), ("M", problem.m), ("R", per_simdgroup))
+    template = (*trellis_template(problem), ("M", problem.m), ("R", per_simdgroup))
     return _launch(problem, threads=simdgroups * SIMD, template=template)
 
 
 def reduce_swiglu_supports(problem: Problem) -> str | None:
     """Two matrices of axis 1 in rows, 1 to 4 rows of x; bits may differ."""
-    return _matvec(problem, "axis1", "swiglu")
+    return matvec_reason(problem, "axis1", "swiglu")
 
 
 def reduce_swiglu_launch(problem: Problem) -> Launch:
     """One simdgroup for one row of each matrix, eight in a threadgroup."""
-    template = (*_trellis(problem), ("UP_K", _up(problem).k), ("M", problem.m))
+    template = (*trellis_template(problem), ("UP_K", up_of(problem).k), ("M", problem.m))
     return _launch(problem, threads=problem.spec.rows * SIMD, template=template)
 
 
 def tile_supports(problem: Problem) -> str | None:
     """Squares of 16 × 16, 1 to 4 rows of x."""
-    return _matvec(problem, "tile", "product")
+    return matvec_reason(problem, "tile", "product")
 
 
 def tile_launch(problem: Problem) -> Launch:
@@ -102,12 +69,12 @@ def tile_launch(problem: Problem) -> Launch:
 
 def tile_swiglu_supports(problem: Problem) -> str | None:
     """Two matrices in squares of 16 × 16, 1 to 4 rows of x; bits may differ."""
-    return _matvec(problem, "tile", "swiglu")
+    return matvec_reason(problem, "tile", "swiglu")
 
 
 def tile_swiglu_launch(problem: Problem) -> Launch:
     """As ``tile_launch``; a lane decodes from both matrices."""
-    return _tile_launch(problem, (("UP_K", _up(problem).k), ("M", problem.m)))
+    return _tile_launch(problem, (("UP_K", up_of(problem).k), ("M", problem.m)))
 
 
 def _tile_launch(problem: Problem, more: tuple[tuple[str, int], ...]) -> Launch:
@@ -117,7 +84,7 @@ def _tile_launch(problem: Problem, more: tuple[tuple[str, int], ...]) -> Launch:
         problem,
         threads=-(-spec.rows // TILE) * simdgroups * SIMD,
         group=simdgroups * SIMD,
-        template=(*_trellis(problem), *more, ("SIMDGROUPS", simdgroups)),
+        template=(*trellis_template(problem), *more, ("SIMDGROUPS", simdgroups)),
         threadgroup_bytes=len(problem.specs) * simdgroups * TILE * problem.m * 4,
     )
 
@@ -125,7 +92,7 @@ def _tile_launch(problem: Problem, more: tuple[tuple[str, int], ...]) -> Launch:
 # -------------------------------------------------------------------------------------------------- scatter
 def scatter_supports(problem: Problem) -> str | None:
     """Axis 0, 1 to 4 rows of x."""
-    return _matvec(problem, "axis0", "product")
+    return matvec_reason(problem, "axis0", "product")
 
 
 def scatter_launch(problem: Problem) -> Launch:
@@ -139,14 +106,14 @@ def scatter_launch(problem: Problem) -> Launch:
         threadgroup=(THREADS, 1, 1),
         template=(
             ("T", dtype),
-            *_trellis(problem)[1:],
+            *trellis_template(problem)[1:],
             ("M", problem.m),
             ("SIMDGROUPS", simdgroups),
             ("WHOLE", int(spec.stride % BLOCK == 0)),
         ),
         threadgroup_bytes=simdgroups * BLOCK * 4,
         outputs=(Output((splits, problem.m, spec.cols), dtype),),
-        dims=(*_sizes(spec), splits),
+        dims=(*sizes(spec), splits),
     )
 
 
@@ -166,26 +133,25 @@ def sum_parts_launch(shape: tuple[int, ...], dtype: Dtype) -> Launch:
 # ------------------------------------------------------------------------------------------ prefill, expand
 def prefill_supports(problem: Problem) -> str | None:
     """Any layout, 5 to 32 rows of x."""
-    return _general(problem, "product") or _rows_between(problem, MATVEC_ROWS + 1, PREFILL_ROWS)
+    return general_reason(problem, "product") or rows_reason(problem, MATVEC_ROWS + 1, PREFILL_ROWS)
 
 
 def prefill_launch(problem: Problem) -> Launch:
     """A threadgroup of four simdgroups for every 32 outputs."""
     spec, eights = problem.spec, -(-problem.m // 8)
-    launch = _launch(
+    return _launch(
         problem,
         threads=-(-spec.weight_shape[0] // PREFILL_OUTPUTS) * 128,
         group=128,
-        template=(*_trellis(problem), ("AXIS", spec.axis), ("TILE", spec.tile), ("MT", eights)),
+        template=(*trellis_template(problem), ("AXIS", spec.axis), ("TILE", spec.tile), ("MT", eights)),
         threadgroup_bytes=(PREFILL_OUTPUTS + 8 * eights) * PREFILL_LINE * 4,
-        dims=(*_sizes(spec), problem.m),
+        dims=(*sizes(spec), problem.m),
     )
-    return launch
 
 
 def expand_supports(problem: Problem) -> str | None:
     """Any layout and stride."""
-    return _general(problem, "expand")
+    return general_reason(problem, "expand")
 
 
 def expand_launch(problem: Problem) -> Launch:
@@ -194,8 +160,8 @@ def expand_launch(problem: Problem) -> Launch:
     return _launch(
         problem,
         threads=spec.n_blocks * (BLOCK // RUN),
-        template=(*_trellis(problem), ("TILE", spec.tile)),
-        dims=(*_sizes(spec), spec.n_blocks),
+        template=(*trellis_template(problem), ("TILE", spec.tile)),
+        dims=(*sizes(spec), spec.n_blocks),
         shape=(spec.rows, spec.cols),
     )
 
@@ -261,22 +227,8 @@ def _launch(
         template=template,
         threadgroup_bytes=threadgroup_bytes,
         outputs=(Output(shape or (problem.m, problem.spec.weight_shape[0]), problem.dtype),),
-        dims=dims or _sizes(problem.spec),
+        dims=dims or sizes(problem.spec),
     )
-
-
-def _trellis(problem: Problem) -> tuple[tuple[str, int | Dtype], ...]:
-    spec = problem.spec
-    return (("T", problem.dtype), ("K", spec.k), ("L", spec.window), ("CODE", COMPUTED_CODES.index(spec.code)))
-
-
-def _sizes(spec: TrellisSpec) -> tuple[int, int, int]:
-    return spec.rows, spec.cols, spec.stride
-
-
-def _up(problem: Problem) -> TrellisSpec:
-    assert problem.up is not None, "swiglu has two matrices"
-    return problem.up
 
 
 _ONE = ("x", "words", "scales", "dims")
