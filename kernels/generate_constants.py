@@ -13,8 +13,13 @@ TARGET = Path(__file__).parent / "common" / "constants.h"
 
 
 def render() -> str:
-    """Text of the header; floats are written as hexadecimal float literals, exact in every language."""
-    integers = {
+    """Text of the header.
+
+    Floats have nine significant digits, which a float32 comes back from exactly; C++14, which Metal is made of, has no
+    hexadecimal ones.
+    """
+    integers = {f"TQ_CODE_{code.upper()}": f"{number}" for number, code in enumerate(codes.COMPUTED_CODES)}
+    integers |= {
         "TQ_BYTE_SUM_MEAN": f"{codes.BYTE_SUM_MEAN}",
         "TQ_MUL1_MULTIPLIER": f"0x{codes.MUL1_MULTIPLIER:08X}u",
         "TQ_1MAD_MULTIPLIER": f"{codes.ONE_MAD_MULTIPLIER}u",
@@ -35,7 +40,7 @@ def render() -> str:
         "#define TQ_CONSTANTS_H",
         "",
         *(f"#define {name} {value}" for name, value in integers.items()),
-        *(f"#define {name} {float(value).hex()}f  // {value!s}" for name, value in floats.items()),
+        *(f"#define {name} {float(value):.9g}f" for name, value in floats.items()),
         "",
         "#endif",
     ]

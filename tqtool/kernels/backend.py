@@ -1,0 +1,192 @@
+"""Calls of a backend's kernels on MLX arrays: the same for every backend whose kernels MLX launches.
+
+    choice = METAL.choose(Problem(spec=spec, m=1, dtype="bfloat16"))
+    y = METAL.product(choice, x, packed) if choice.kernel else x @ METAL.expand(packed, x.dtype).T
+
+A kernel that does not fit is a ``Choice`` without kernel and with every reason; what to do then is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from tqtool.errors import BackendError
+from tqtool.formats.trellis import TrellisSpec
+from tqtool.kernels.problem import ArrayDtype, Choice, Dtype, Kernel, Launch, Problem, choose
+
+_NAMES: dict[mx.Dtype, Dtype] = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
+_DTYPES: dict[ArrayDtype, mx.Dtype] = {
+    **{name: dtype for dtype, name in _NAMES.items()},
+    "uint16": mx.uint16,
+    "uint32": mx.uint32,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A packed matrix on the device: ``words`` uint32 in any shape, ``scales`` float16 ``[rows]``.
+
+    Raises:
+        BackendError: the arrays are not as long as ``spec`` says: kernels would read beyond them.
+    """
+
+    words: mx.array
+    scales: mx.array
+    spec: TrellisSpec
+
+    def __post_init__(self) -> None:
+        found = (self.words.dtype, self.words.size, self.scales.dtype, self.scales.size)
+        if found != (mx.uint32, self.spec.n_words, mx.float16, self.spec.rows):
+            raise BackendError(
+                f"packed matrix: expected {self.spec.n_words} uint32 words and {self.spec.rows} float16 scales, "
+                f"found words {self.words.dtype} {list(self.words.shape)}, "
+                f"scales {self.scales.dtype} {list(self.scales.shape)}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What is handed to MLX: identity of the text, names of inputs and outputs, launch."""
+
+    name: str
+    source: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    launch: Launch
+
+
+class Runner(Protocol):
+    """Carries a call out; tests put an executor in place of the device."""
+
+    def __call__(self, call: Call, arrays: Sequence[mx.array]) -> list[mx.array]:
+        """The outputs of ``call`` for its inputs."""
+
+
+class Backend:
+    """The kernels of one kind of device.
+
+    Args:
+        name: For messages.
+        kernels: Asked in this order.
+        sum_parts: The call that adds up ``[parts, m, out]`` of float32 over the parts, for a result of a dtype.
+        run: Carries calls out.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kernels: Sequence[Kernel],
+        sum_parts: Callable[[tuple[int, ...], Dtype], Call],
+        run: Runner,
+    ) -> None:
+        self.name, self.run = name, run
+        self._kernels, self._sum_parts = tuple(kernels), sum_parts
+        # Layers ask for the same problems at every token.
+        self._choose = lru_cache(maxsize=4096)(self._choose_afresh)
+        self._prepared = lru_cache(maxsize=4096)(self._prepare)
+
+    def with_runner(self, run: Runner) -> Backend:
+        """The same kernels, carried out by ``run``."""
+        return Backend(self.name, self._kernels, self._sum_parts, run)
+
+    def choose(self, problem: Problem) -> Choice:
+        """The kernel for ``problem``, or the reasons why there is none."""
+        return self._choose(problem)
+
+    def product(self, choice: Choice, x: mx.array, packed: Packed) -> mx.array:
+        """``x [..., in]`` → ``[..., out]`` in the type of x, by the chosen kernel.
+
+        Raises:
+            BackendError: there is none, or ``x`` and the matrix are not of the problem that it was chosen for.
+        """
+        self._check(choice, x, packed.spec, None)
+        call, dims = self._prepared(choice.problem)
+        (y,) = self.run(call, [x.reshape(-1, x.shape[-1]), packed.words, packed.scales, dims])
+        if y.ndim == 3:  # one part for each split of the inputs
+            y = y[0] if y.shape[0] == 1 else self._add_up(y, choice.problem.dtype)
+        return y.reshape(*x.shape[:-1], -1)
+
+    def swiglu(self, choice: Choice, x: mx.array, gate: Packed, up: Packed) -> mx.array:
+        """``silu(x Gateᵀ) ⊙ (x Upᵀ)``, ``[..., in]`` → ``[..., out]`` in the type of x; errors as ``product``."""
+        self._check(choice, x, gate.spec, up.spec)
+        call, dims = self._prepared(choice.problem)
+        flat = x.reshape(-1, x.shape[-1])
+        (y,) = self.run(call, [flat, gate.words, gate.scales, up.words, up.scales, dims])
+        return y.reshape(*x.shape[:-1], -1)
+
+    def expand(self, packed: Packed, dtype: mx.Dtype) -> mx.array:
+        """The stored matrix ``[rows, cols]``, rounded once to ``dtype``.
+
+        Raises:
+            BackendError: the code has no formula, or the matrix is too large for the kernel.
+        """
+        problem = Problem(op="expand", spec=packed.spec, m=0, dtype=_name(dtype, "expand to"))
+        call, dims = self._prepared(problem)
+        (dense,) = self.run(call, [packed.words, packed.scales, dims])
+        return dense
+
+    def _add_up(self, parts: mx.array, dtype: Dtype) -> mx.array:
+        call = self._sum_parts(parts.shape, dtype)
+        (y,) = self.run(call, [parts, dims_array(call.launch.dims)])
+        return y
+
+    def _choose_afresh(self, problem: Problem) -> Choice:
+        return choose(problem, self._kernels)
+
+    def _prepare(self, problem: Problem) -> tuple[Call, mx.array]:
+        """The call for a problem that has a kernel, and its sizes."""
+        kernel = self._require(self.choose(problem))
+        launch, source = kernel.launch(problem), kernel.source
+        call = Call(name=kernel.name, source=source, inputs=kernel.inputs, outputs=kernel.outputs, launch=launch)
+        return call, dims_array(launch.dims)
+
+    def _require(self, choice: Choice) -> Kernel:
+        if choice.kernel is None:
+            raise BackendError(f"no {self.name} kernel: {choice.reason}")
+        return choice.kernel
+
+    def _check(self, choice: Choice, x: mx.array, spec: TrellisSpec, up: TrellisSpec | None) -> None:
+        kernel, problem = self._require(choice), choice.problem
+        asked = (x.shape[-1], x.size // x.shape[-1], _NAMES.get(x.dtype), spec, up)
+        if asked != (problem.spec.weight_shape[1], problem.m, problem.dtype, problem.spec, problem.up):
+            raise BackendError(f"the kernel {kernel.name} was chosen for another problem: {problem}")
+
+
+def problem_of(x: mx.array, packed: Packed, up: Packed | None = None) -> Problem:
+    """The problem that ``x [..., in]`` poses; BackendError if its dtype is none that kernels read."""
+    m, dtype = x.size // x.shape[-1], _name(x.dtype, "x is")
+    if up is None:
+        return Problem(spec=packed.spec, m=m, dtype=dtype)
+    return Problem(op="swiglu", spec=packed.spec, m=m, dtype=dtype, up=up.spec)
+
+
+def launch_through_mlx(kernel: Any, call: Call, arrays: Sequence[mx.array], *, verbose: bool = False) -> list[mx.array]:
+    """Call MLX's ``kernel`` object, of ``mx.fast.metal_kernel`` or ``cuda_kernel``; ``verbose`` prints its text."""
+    launch = call.launch
+    done: list[mx.array] = kernel(
+        inputs=list(arrays),
+        template=[(name, _DTYPES[value] if isinstance(value, str) else value) for name, value in launch.template],
+        grid=launch.grid,
+        threadgroup=launch.threadgroup,
+        output_shapes=[output.shape for output in launch.outputs],
+        output_dtypes=[_DTYPES[output.dtype] for output in launch.outputs],
+        verbose=verbose,
+    )
+    return done
+
+
+@lru_cache(maxsize=1024)
+def dims_array(sizes: tuple[int, ...]) -> mx.array:
+    """Sizes as the array that kernels read, made once."""
+    return mx.array(sizes, mx.uint32)
+
+
+def _name(dtype: mx.Dtype, what: str) -> Dtype:
+    if dtype not in _NAMES:
+        raise BackendError(f"kernel problem: {what} {dtype}: expected one of {', '.join(_NAMES.values())}")
+    return _NAMES[dtype]
