@@ -17,7 +17,9 @@ METAL_FUNC uint32_t tq_fold(ushort2 pair) { return uint32_t(pair.x) + uint32_t(p
 #include "common/trellis_decode.h"
 
 // Arrays live in registers only where every index is known: loops over them are unrolled, whatever the compiler thinks of it.
+#ifndef TQ_UNROLL  // CUDA says it in another way
 #define TQ_UNROLL _Pragma("clang loop unroll(full)")
+#endif
 
 #define TQ_BLOCK 256u
 #define TQ_RUN 8u

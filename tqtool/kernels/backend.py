@@ -8,6 +8,7 @@ A kernel that does not fit is a ``Choice`` without kernel and with every reason;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -106,7 +107,7 @@ class Backend:
         """
         self._check(choice, x, packed.spec, None)
         call, dims = self._prepared(choice.problem)
-        (y,) = self.run(call, [x.reshape(-1, x.shape[-1]), packed.words, packed.scales, dims])
+        (y,) = self._carry_out(call, [x.reshape(-1, x.shape[-1]), packed.words, packed.scales, dims])
         if y.ndim == 3:  # one part for each split of the inputs
             y = y[0] if y.shape[0] == 1 else self._add_up(y, choice.problem.dtype)
         return y.reshape(*x.shape[:-1], -1)
@@ -116,7 +117,7 @@ class Backend:
         self._check(choice, x, gate.spec, up.spec)
         call, dims = self._prepared(choice.problem)
         flat = x.reshape(-1, x.shape[-1])
-        (y,) = self.run(call, [flat, gate.words, gate.scales, up.words, up.scales, dims])
+        (y,) = self._carry_out(call, [flat, gate.words, gate.scales, up.words, up.scales, dims])
         return y.reshape(*x.shape[:-1], -1)
 
     def expand(self, packed: Packed, dtype: mx.Dtype) -> mx.array:
@@ -129,6 +130,14 @@ class Backend:
         call, dims = self._prepared(problem)
         (dense,) = self.run(call, [packed.words, packed.scales, dims])
         return dense
+
+    def _carry_out(self, call: Call, arrays: list[mx.array]) -> list[mx.array]:
+        """The outputs; of one that holds more than the result, that."""
+        found, result = self.run(call, arrays), call.launch.result
+        if result is None:
+            return found
+        dtype, count = _DTYPES[result.dtype], math.prod(result.shape)
+        return [found[0][: -(-count * dtype.size // 4)].view(dtype)[:count].reshape(result.shape), *found[1:]]
 
     def _add_up(self, parts: mx.array, dtype: Dtype) -> mx.array:
         call = self._sum_parts(parts.shape, dtype)
@@ -175,6 +184,7 @@ def launch_through_mlx(kernel: Any, call: Call, arrays: Sequence[mx.array], *, v
         threadgroup=launch.threadgroup,
         output_shapes=[output.shape for output in launch.outputs],
         output_dtypes=[_DTYPES[output.dtype] for output in launch.outputs],
+        init_value=None if launch.result is None else 0,
         verbose=verbose,
     )
     return done

@@ -42,9 +42,12 @@ def source_root() -> Path:
 
 
 @lru_cache(maxsize=64)
-def kernel_text(source: str) -> KernelText:
-    """Header and body of the kernel file ``source``; BackendError if it, or a file that it includes, is missing."""
-    return split(_read(source))
+def kernel_text(source: str, before: str = "") -> KernelText:
+    """Header and body of the kernel file ``source``; BackendError if it, or a file that it includes, is missing.
+
+    ``before`` is a file that is included first.
+    """
+    return split((f'#include "{before}"\n' if before else "") + _read(source))
 
 
 def split(text: str) -> KernelText:

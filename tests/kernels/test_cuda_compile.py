@@ -1,0 +1,68 @@
+"""Every CUDA kernel compiles for the cards of three generations: the text that MLX would compile, by NVRTC."""
+
+from __future__ import annotations
+
+import platform
+import sys
+
+import pytest
+
+from tests.support import nvrtc
+from tests.support.trellis_cases import TABLE
+from tqtool.kernels.backend import Call
+from tqtool.kernels.cuda_kernels import A100, H200, kernels
+from tqtool.kernels.metal_kernels import SUM_PARTS_SOURCE, sum_parts_launch
+from tqtool.kernels.problem import choose
+
+CARDS = {"sm_80": A100, "sm_90": H200, "sm_100": H200}
+HAS_WHEELS = sys.platform == "linux" and platform.machine() == "x86_64"
+"""Where the wheels exist they are installed for development: a missing one is a failure and no skip."""
+FIXED = {"words": "uint32", "up_words": "uint32", "scales": "float16", "up_scales": "float16", "dims": "uint32"}
+
+
+def cases():
+    """A case for each kernel and bits: the dtypes, codes and windows of the table go through them in turn."""
+    found = {}
+    for case in TABLE:
+        kernel = choose(case.problem, kernels(H200)).kernel
+        if kernel is not None:
+            found.setdefault((kernel.source, case.problem.spec.k), case)
+    return sorted(found.items())
+
+
+@pytest.mark.skipif(not HAS_WHEELS, reason="NVIDIA has no compiler for this machine")
+@pytest.mark.parametrize("architecture", CARDS)
+def test_every_kernel_compiles(architecture):
+    """One kernel of each source and k, split over the architectures; each source on each of them at least once."""
+    number = list(CARDS).index(architecture)
+    for (source, k), case in cases():
+        if k % 3 != number and k != number + 1:
+            continue
+        problem = case.problem
+        kernel = choose(problem, kernels(CARDS[architecture])).kernel
+        assert kernel is not None
+        assert kernel.source == source
+        call = Call(
+            name=kernel.name,
+            source=kernel.source,
+            inputs=kernel.inputs,
+            outputs=kernel.outputs,
+            launch=kernel.launch(problem),
+        )
+        text = nvrtc.text(call, [FIXED.get(name, problem.dtype) for name in kernel.inputs])
+        assert len(nvrtc.compile_text(text, architecture)) > 1000, case
+
+
+@pytest.mark.skipif(not HAS_WHEELS, reason="NVIDIA has no compiler for this machine")
+def test_a_wrong_text_does_not_compile():
+    call = Call(
+        name="sum_parts",
+        source=SUM_PARTS_SOURCE,
+        inputs=("parts", "dims"),
+        outputs=("y",),
+        launch=sum_parts_launch((2, 1, 8), "float16"),
+    )
+    text = nvrtc.text(call, ["float32", "uint32"])
+    assert nvrtc.compile_text(text, "sm_90")
+    with pytest.raises(AssertionError, match=r'identifier "splits_" is undefined'):
+        nvrtc.compile_text(text.replace("s < splits", "s < splits_"), "sm_90")

@@ -1,0 +1,78 @@
+"""The CUDA kernels, through ``mx.fast.cuda_kernel``."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+
+from tqtool.kernels.backend import Backend, Call, launch_through_mlx
+from tqtool.kernels.cuda_kernels import H200, Card, kernels
+from tqtool.kernels.metal_kernels import SUM_PARTS_SOURCE, sum_parts_launch
+from tqtool.kernels.problem import Dtype
+from tqtool.kernels.sources import KernelText, kernel_text
+
+METAL_ON_CUDA = "cuda/msl.cuh"
+_SPACES = re.compile(r"\b(device|thread) (?=[\w(])")
+
+
+def cuda_backend(card: Card) -> Backend:
+    """The kernels as ``card`` takes them."""
+    return Backend("CUDA", kernels(card), _sum_parts, on_device)
+
+
+def text_of(source: str) -> KernelText:
+    """Header and body of a kernel; that of a Metal kernel with what makes CUDA of it.
+
+    ``device`` and ``thread`` cannot be macros: ``__device__`` is one that has the first of them in it.
+    """
+    if not source.startswith("metal/"):
+        return kernel_text(source)
+    text = kernel_text(source, before=METAL_ON_CUDA)
+    return KernelText(_SPACES.sub("", text.header), _SPACES.sub("", text.body))
+
+
+def on_device(call: Call, arrays: Sequence[mx.array], *, verbose: bool = False) -> list[mx.array]:
+    """Launch through MLX; ``verbose`` prints the text that is compiled.
+
+    Raises:
+        RuntimeError: MLX has no CUDA backend here.
+    """
+    dtypes = "_".join(str(array.dtype).rpartition(".")[2] for array in arrays)
+    kernel = _compiled(call.name, call.source, call.inputs, call.outputs, dtypes, call.launch.threadgroup_bytes)
+    return launch_through_mlx(kernel, call, arrays if "dims" in call.inputs else arrays[:-1], verbose=verbose)
+
+
+@lru_cache(maxsize=1024)
+def _compiled(
+    name: str, source: str, inputs: tuple[str, ...], outputs: tuple[str, ...], dtypes: str, shared_bytes: int
+) -> Any:
+    """MLX's kernel object.
+
+    MLX finds compiled code again, on the disk too, by name and template values alone: so the name says what else the
+    code depends on, the text and the types of the inputs.
+    """
+    text = text_of(source)
+    digest = hashlib.sha256(f"{text.header}\0{text.body}\0{dtypes}".encode()).hexdigest()[:12]
+    # Kernels of Metal's text declare their shared memory themselves.
+    dynamic = shared_bytes if source.startswith("cuda/") else 0
+    return mx.fast.cuda_kernel(
+        name=f"tq_{name}_{digest}",
+        input_names=list(inputs),
+        output_names=list(outputs),
+        source=text.body,
+        header=text.header,
+        shared_memory=dynamic,
+    )
+
+
+def _sum_parts(shape: tuple[int, ...], dtype: Dtype) -> Call:
+    launch = sum_parts_launch(shape, dtype)
+    return Call(name="sum_parts", source=SUM_PARTS_SOURCE, inputs=("parts", "dims"), outputs=("y",), launch=launch)
+
+
+CUDA = cuda_backend(H200)

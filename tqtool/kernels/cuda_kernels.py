@@ -1,0 +1,113 @@
+"""The CUDA kernels: what each supports and how it is launched. Pure functions of the problem and the card.
+
+Squares of 16 × 16 have kernels of their own, on the tensor cores. Everything else is the text of the Metal kernels,
+which ``kernels/cuda/msl.cuh`` lets CUDA compile: threadgroups are thread blocks, simdgroups are warps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from tqtool.formats.trellis import TILE
+from tqtool.kernels import metal_kernels as metal
+from tqtool.kernels.problem import DTYPE_BYTES, Kernel, Launch, Output, Problem
+from tqtool.kernels.rules import matvec_reason, trellis_template
+
+WARPS: Final = 16
+THREADS: Final = 32 * WARPS
+LIMBS: Final = 3
+"""Signed bytes of an input in fixed point: 24 bits."""
+TILES_A_UNIT: Final = 4
+HASHED: Final = ("mul1", "1mad")
+"""Codes whose value is affine in the byte sum of a hash."""
+MOST_INPUTS: Final = 1 << 17
+"""A thread adds up its fixed-point inputs in 32 bits: 256 of at most 2^23."""
+SUM_BYTES: Final = 8
+STATIC_BYTES: Final = 64
+"""Shared memory that the kernel declares itself, rounded up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What a launch depends on; no result does.
+
+    Attributes:
+        processors: Streaming multiprocessors.
+        shared_bytes: Shared memory that one thread block can have.
+    """
+
+    processors: int
+    shared_bytes: int
+
+
+H200: Final = Card(processors=132, shared_bytes=227 << 10)
+A100: Final = Card(processors=108, shared_bytes=163 << 10)
+
+
+def tile_supports(problem: Problem, op: str) -> str | None:
+    """Squares, 1 to 4 rows of x, a code that is a byte sum; two matrices of the same bits."""
+    reason = matvec_reason(problem, "tile", op)
+    if reason is not None:
+        return reason
+    if len({spec.k for spec in problem.specs}) > 1:
+        return "the two matrices differ in bits"
+    if problem.spec.code not in HASHED:
+        return f"code {problem.spec.code} is no byte sum"
+    if problem.spec.cols % 4 or problem.spec.cols > MOST_INPUTS:
+        return f"{problem.spec.cols} inputs: expected a multiple of 4, at most {MOST_INPUTS}"
+    return None
+
+
+def tile_launch(problem: Problem, card: Card) -> Launch:
+    """A block for each processor, or fewer where its warps would have no unit; x in slices that fit beside the sums."""
+    spec, matrices, columns = problem.spec, len(problem.specs), LIMBS * problem.m
+    row_tiles, squares = -(-spec.rows // TILE), spec.stride // TILE
+    units = -(-squares // TILES_A_UNIT)
+    cells, unit_bytes = matrices * TILE * columns, TILE * columns * 16
+    # Sums may take a quarter of a block's memory: beyond that more blocks than the card runs at once.
+    most_tiles = max(2, card.shared_bytes // 4 // (cells * SUM_BYTES))
+    blocks = min(card.processors, -(-row_tiles * matrices * units // WARPS))
+    blocks = max(blocks, -(-row_tiles // (most_tiles - 1)))
+    sums = -(-(-(-row_tiles // blocks) + 1) * cells * SUM_BYTES // 16) * 16  # a piece may begin inside a row of tiles
+    slices = -(-units * unit_bytes // (card.shared_bytes - STATIC_BYTES - sums))
+    slice_units = -(-units // slices)
+    result = Output((problem.m, spec.rows), problem.dtype)
+    result_words = 2 * -(-problem.m * spec.rows * DTYPE_BYTES[problem.dtype] // 8)
+    return Launch(
+        grid=(blocks * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        template=(
+            *trellis_template(problem),
+            ("M", problem.m),
+            ("LIMBS", LIMBS),
+            ("ROWS", spec.rows),
+            ("COLS", spec.cols),
+            ("SQUARES", squares),
+            ("SLICE", slice_units),
+        ),
+        threadgroup_bytes=sums + slice_units * unit_bytes,
+        outputs=(Output((result_words + blocks * (2 * cells + 1),), "uint32"),),
+        dims=(),
+        result=result,
+    )
+
+
+def kernels(card: Card) -> tuple[Kernel, ...]:
+    """The kernels for ``card``, those of the tensor cores first; more than four rows of x have none."""
+
+    def own(name: str, op: str, inputs: tuple[str, ...]) -> Kernel:
+        supports: Callable[[Problem], str | None] = partial(tile_supports, op=op)
+        launch: Callable[[Problem], Launch] = partial(tile_launch, card=card)
+        return Kernel(
+            name=name, source=f"cuda/{name}.cu", inputs=inputs, outputs=("out",), supports=supports, launch=launch
+        )
+
+    one = ("x", "words", "scales")
+    return (
+        own("tile", "product", one),
+        own("tile_swiglu", "swiglu", (*one, "up_words", "up_scales")),
+        *(kernel for kernel in metal.KERNELS if kernel is not metal.PREFILL),
+    )
