@@ -12,6 +12,15 @@ static __device__ __forceinline__ uint32_t tq_mul(uint32_t a, uint32_t b) {
   return product;
 }
 
+// min(a + b, c), one instruction from compute capability 9.0 on.
+static __device__ __forceinline__ uint32_t tq_add_min(uint32_t a, uint32_t b, uint32_t c) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  return __viaddmin_u32(a, b, c);
+#else
+  return min(a + b, c);
+#endif
+}
+
 // c += a b: a is 16 x 32 unsigned bytes, b 32 x 8 signed ones.
 static __device__ __forceinline__ void tq_imma(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"

@@ -10,9 +10,12 @@ import pytest
 from tests.support import nvrtc
 from tests.support.trellis_cases import TABLE
 from tqtool.kernels.backend import Call
+from tqtool.kernels.cuda_encoder import CUDA_ENCODER
 from tqtool.kernels.cuda_kernels import A100, H200, kernels
+from tqtool.kernels.encoding import encode_problem
 from tqtool.kernels.metal_kernels import SUM_PARTS_SOURCE, sum_parts_launch
 from tqtool.kernels.problem import choose
+from tqtool.mathx import codes
 
 CARDS = {"sm_80": A100, "sm_90": H200, "sm_100": H200}
 HAS_WHEELS = sys.platform == "linux" and platform.machine() == "x86_64"
@@ -51,6 +54,21 @@ def test_every_kernel_compiles(architecture):
         )
         text = nvrtc.text(call, [FIXED.get(name, problem.dtype) for name in kernel.inputs])
         assert len(nvrtc.compile_text(text, architecture)) > 1000, case
+
+
+@pytest.mark.skipif(not HAS_WHEELS, reason="NVIDIA has no compiler for this machine")
+@pytest.mark.parametrize(("architecture", "k"), [("sm_80", 2), ("sm_90", 3), ("sm_100", 4)])
+def test_the_encoder_compiles(architecture, k):
+    levels = codes.levels("mul1", 12)
+    launch = CUDA_ENCODER.launch(encode_problem(1000, levels, window=12, k=k))
+    call = Call(
+        name="viterbi",
+        source=CUDA_ENCODER.source,
+        inputs=("x", "levels", "dims"),
+        outputs=("states", "history"),
+        launch=launch,
+    )
+    assert len(nvrtc.compile_text(nvrtc.text(call, ["int16", "int16", "uint32"]), architecture)) > 1000
 
 
 @pytest.mark.skipif(not HAS_WHEELS, reason="NVIDIA has no compiler for this machine")

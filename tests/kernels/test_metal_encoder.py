@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -11,9 +13,9 @@ from tests.support.metal.faults import BARRIER, Fault
 from tqtool import native
 from tqtool.errors import BackendError
 from tqtool.kernels import metal_kernels
-from tqtool.kernels.encoding import EXACT, LEVEL_LIMIT, EncodeProblem
+from tqtool.kernels.encoding import EXACT, LEVEL_LIMIT, EncodeProblem, encode_problem
 from tqtool.kernels.metal import on_device
-from tqtool.kernels.metal_encoder import encode_problem, viterbi_encode
+from tqtool.kernels.metal_encoder import METAL_ENCODER
 from tqtool.kernels.metal_kernels import encode_launch, encode_supports
 from tqtool.mathx import codes
 
@@ -32,6 +34,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(params=EXECUTORS)
 def run(request, folder):
     return on_device if request.param == "device" else Shim(folder)
+
+
+def viterbi_encode(x, levels, *, run=METAL_ENCODER.run, **options):
+    return replace(METAL_ENCODER, run=run).viterbi_encode(x, levels, **options)
 
 
 def gaussian(blocks, k, seed=0):
@@ -124,7 +130,7 @@ def test_refusals(fields, reason):
 
 def test_bad_arguments():
     levels = codes.levels("mul1", 12)
-    with pytest.raises(BackendError, match="no Metal kernel: window 16"):
+    with pytest.raises(BackendError, match="no metal kernel: window 16"):
         viterbi_encode(gaussian(1, 3), codes.levels("mul1", 16), window=16, k=3)
     for x, table, warmup in ((gaussian(1, 3)[:, :255], levels, None), (gaussian(1, 3), levels[1:], None)):
         with pytest.raises(BackendError, match="viterbi_encode: x"):

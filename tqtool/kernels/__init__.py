@@ -2,5 +2,6 @@
 
 Without a device: ``problem`` (values), ``encoding`` (the encoder's), ``rules`` (reasons that all backends have),
 ``sources`` (text), ``metal_kernels`` (which kernels there are, ``supports``, launch geometry). With one: ``backend``
-(calls, the same for every backend), ``metal``, ``metal_encoder``.
+(calls, the same for every backend), ``encoder`` (the search, likewise), ``metal``, ``metal_encoder``, ``cuda``,
+``cuda_encoder``; ``cuda_kernels`` needs none.
 """

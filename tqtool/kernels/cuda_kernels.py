@@ -72,8 +72,8 @@ def tile_launch(problem: Problem, card: Card) -> Launch:
     blocks = min(card.processors, -(-row_tiles * matrices * units // WARPS))
     blocks = max(blocks, -(-row_tiles // (most_tiles - 1)))
     sums = -(-(-(-row_tiles // blocks) + 1) * cells * SUM_BYTES // 16) * 16  # a piece may begin inside a row of tiles
-    slices = -(-units * unit_bytes // (card.shared_bytes - STATIC_BYTES - sums))
-    slice_units = -(-units // slices)
+    at_once = (card.shared_bytes - STATIC_BYTES - sums) // unit_bytes
+    slice_units = -(-units // -(-units // at_once))  # slices of one length
     result = Output((problem.m, spec.rows), problem.dtype)
     result_words = 2 * -(-problem.m * spec.rows * DTYPE_BYTES[problem.dtype] // 8)
     return Launch(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tqtool.errors import BackendError
 from tqtool.formats.trellis import BLOCK
@@ -24,6 +28,8 @@ class EncodeProblem:
         blocks: How many.
         lowest: Of the levels of all states.
         highest: Of the levels of all states.
+        dearest: The most that a step can cost with the best of the states that end in one suffix, and 560² - x² more;
+            see ``dearest_step``.
 
     Raises:
         BackendError: no trellis has these numbers.
@@ -35,6 +41,7 @@ class EncodeProblem:
     blocks: int
     lowest: int
     highest: int
+    dearest: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.k <= 4 or self.window < 2 * self.k or self.blocks < 1 or self.lowest > self.highest:
@@ -70,3 +77,34 @@ class EncodeProblem:
         either. Between two subtractions they grow by one step.
         """
         return (self.reach + 1) * self.step_cost
+
+
+def encode_problem(
+    blocks: int, levels: NDArray[np.int16], *, window: int, k: int, warmup: int | None = None
+) -> EncodeProblem:
+    """The problem of ``blocks`` blocks; ``warmup`` None is Algorithm 4."""
+    return EncodeProblem(
+        k=k,
+        window=window,
+        warmup=BLOCK // 2 if warmup is None else warmup,
+        blocks=blocks,
+        lowest=int(levels.min()),
+        highest=int(levels.max()),
+        dearest=dearest_step(levels.astype(np.int16).tobytes(), k),
+    )
+
+
+@lru_cache(maxsize=32)
+def dearest_step(levels: bytes, k: int) -> int:
+    """Over all suffixes and inputs, the largest least cost ``(u - x)² + 560² - x²`` of the 2^k states of a suffix.
+
+    Args:
+        levels: int16 of every state; the suffix is what its lowest bits say.
+        k: Bits per step.
+    """
+    by_choice = np.frombuffer(levels, np.int16).astype(np.int32).reshape(1 << k, -1)
+    most = 0
+    for x in range(-LEVEL_LIMIT, LEVEL_LIMIT + 1):
+        least = (by_choice * (by_choice - 2 * x)).min(axis=0)
+        most = max(most, int(least.max()))
+    return most + LEVEL_LIMIT**2
