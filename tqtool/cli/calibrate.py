@@ -9,8 +9,8 @@ import typer
 
 HELP = """Sum what every linear layer reads over a text (Hessians), for convert --method gptq and trellis --ldlq.
 
-Runs the model layer by layer on folded weights. Plain text is read from its end, where scoring never looks; a .jsonl
-file holds an object a line, with "text" or "messages". An interrupted run is finished with --resume.
+Runs the model layer by layer on folded weights. Plain text is read from its end (scoring verbs read from the start); a
+.jsonl file holds an object a line, with "text" or "messages". An interrupted run is finished with --resume.
 """
 
 

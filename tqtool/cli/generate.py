@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import typer
 
 from tqtool.cli.render import emit_json, note
+
+if TYPE_CHECKING:
+    from tqtool.runtime.load import LoadedModel
 
 
 class Compute(StrEnum):
@@ -32,6 +36,7 @@ def register(app: typer.Typer) -> None:
         compute: Compute = typer.Option(Compute.PACKED, "--compute", help="Keep layers packed, or make them dense."),
         as_json: bool = typer.Option(False, "--json", help="Print text and statistics as JSON at the end."),
         verbose: bool = typer.Option(False, "--verbose", help="Say on stderr what was loaded."),
+        explain: bool = typer.Option(False, "--explain", help="Say on stderr how each trellis layer is computed."),
     ) -> None:
         """Answer a prompt: text on stdout as it comes, statistics on stderr."""
         import sys
@@ -55,6 +60,8 @@ def register(app: typer.Typer) -> None:
             report = loaded.report
             note(f"{report.path}: {report.n_trellis} trellis layers, {report.compute}, {report.dtype}")
             note(f"BLAS {report.blas.status}: {report.blas.library}")
+        if explain:
+            note_paths(loaded)
         text = ""
         for piece in stream(loaded, request):
             text += piece.text
@@ -69,3 +76,17 @@ def register(app: typer.Typer) -> None:
             f"prompt {piece.prompt_tokens} tokens at {piece.prompt_tokens_per_s:.1f}/s, "
             f"answer {piece.new_tokens} tokens at {piece.new_tokens_per_s:.1f}/s ({piece.finish_reason})"
         )
+
+
+def note_paths(loaded: LoadedModel) -> None:
+    """One line for each way that trellis layers are computed at one row of x and at a prompt of 64."""
+    from collections import Counter
+
+    from tqtool.runtime.gpu_linear import explain
+
+    found = explain(loaded.model, (1, 64))
+    counted = Counter((path.m, path.path, path.reason) for path in found)
+    for (m, path, reason), count in counted.items():
+        note(f"{count} trellis layers, {'one row' if m == 1 else 'prompts'}: {path} ({reason})")
+    if not found:
+        note("no trellis layers")

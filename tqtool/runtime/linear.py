@@ -22,8 +22,18 @@ MATVEC_ROWS = 4
 
 
 def layer_class_for(device: mx.Device) -> type[TrellisLinear]:
-    """The trellis layer to run on ``device``: compiled kernels on the CPU, MLX operations elsewhere."""
-    return NativeTrellisLinear if device.type == mx.cpu else TrellisLinear
+    """The trellis layer to run on ``device``: compiled kernels on the CPU, CUDA kernels on an NVIDIA card.
+
+    On Apple's GPUs MLX operations, until Metal kernels have passed their tests on one (decision 0004).
+    """
+    if device.type == mx.cpu:
+        return NativeTrellisLinear
+    if mx.cuda.is_available():
+        from tqtool.kernels.cuda import CUDA
+        from tqtool.runtime.gpu_linear import kernel_layer
+
+        return kernel_layer(CUDA)
+    return TrellisLinear
 
 
 class NativeTrellisLinear(TrellisLinear):
