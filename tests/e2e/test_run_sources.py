@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -14,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from tests.support.calibrations import write_words
 from tests.support.command import Answer, run
 from tests.support.tiny_models import Tiny, write_tiny
+from tqtool.recipes.steps import write_sealed
 from tqtool.source import checkpoint, hub
 from tqtool.source.fingerprint import fingerprint
 
@@ -75,6 +77,11 @@ class Works:
 @pytest.fixture
 def works(tmp_path, capsys, monkeypatch) -> Works:
     return Works(tmp_path, capsys, monkeypatch)
+
+
+def reseal(path: Path, scores: dict[str, Any]) -> None:
+    """Scores that another run might have left: sealed as it would have."""
+    write_sealed(path, {name: value for name, value in scores.items() if name != "seal"})
 
 
 def refused(answer: Answer, message: str) -> None:
@@ -156,7 +163,7 @@ def test_scores_on_another_dump_are_not_taken_whether_the_dump_is_there_or_not(w
         ).hexdigest()
         out = tmp_path / f"with-{change}"
         shutil.copytree(own, out)
-        (out / "kl.json").write_text(json.dumps(scores))
+        reseal(out / "kl.json", scores)
         refused(works.run(out, "--resume"), "kl.json: scores on another dump")
         (out / "teacher.safetensors").unlink()
         refused(works.run(out, "--resume"), "kl.json: scores on a dump of another")
@@ -166,7 +173,7 @@ def test_scores_on_another_dump_are_not_taken_whether_the_dump_is_there_or_not(w
     assert set(json.loads(works.run(own, "--resume", "--json").out)["steps"].values()) == {"found"}
     scores = json.loads((own / "kl.json").read_bytes())
     del scores["scored"]
-    (own / "kl.json").write_text(json.dumps(scores))
+    reseal(own / "kl.json", scores)
     refused(works.run(own, "--resume"), "does not say what it scored")
 
 
