@@ -9,11 +9,11 @@ import pytest
 
 from tests.support import nvrtc
 from tests.support.trellis_cases import TABLE
-from tqtool.kernels.backend import Call
+from tqtool.kernels.cuda import cuda_backend
 from tqtool.kernels.cuda_encoder import CUDA_ENCODER
 from tqtool.kernels.cuda_kernels import A100, H200, kernels
 from tqtool.kernels.encoding import encode_problem
-from tqtool.kernels.metal_kernels import SUM_PARTS_SOURCE, sum_parts_launch
+from tqtool.kernels.metal import sum_parts
 from tqtool.kernels.problem import choose
 from tqtool.mathx import codes
 
@@ -41,18 +41,9 @@ def test_every_kernel_compiles(architecture):
     for (source, k), case in cases():
         if k % 3 != number and k != number + 1:
             continue
-        problem = case.problem
-        kernel = choose(problem, kernels(CARDS[architecture])).kernel
-        assert kernel is not None
-        assert kernel.source == source
-        call = Call(
-            name=kernel.name,
-            source=kernel.source,
-            inputs=kernel.inputs,
-            outputs=kernel.outputs,
-            launch=kernel.launch(problem),
-        )
-        text = nvrtc.text(call, [FIXED.get(name, problem.dtype) for name in kernel.inputs])
+        call = cuda_backend(CARDS[architecture]).call(case.problem)
+        assert call.source == source
+        text = nvrtc.text(call, [FIXED.get(name, case.problem.dtype) for name in call.inputs])
         assert len(nvrtc.compile_text(text, architecture)) > 1000, case
 
 
@@ -60,26 +51,13 @@ def test_every_kernel_compiles(architecture):
 @pytest.mark.parametrize(("architecture", "k"), [("sm_80", 2), ("sm_90", 3), ("sm_100", 4)])
 def test_the_encoder_compiles(architecture, k):
     levels = codes.levels("mul1", 12)
-    launch = CUDA_ENCODER.launch(encode_problem(1000, levels, window=12, k=k))
-    call = Call(
-        name="viterbi",
-        source=CUDA_ENCODER.source,
-        inputs=("x", "levels", "dims"),
-        outputs=("states", "history"),
-        launch=launch,
-    )
+    call = CUDA_ENCODER.call(encode_problem(1000, levels, window=12, k=k))
     assert len(nvrtc.compile_text(nvrtc.text(call, ["int16", "int16", "uint32"]), architecture)) > 1000
 
 
 @pytest.mark.skipif(not HAS_WHEELS, reason="NVIDIA has no compiler for this machine")
 def test_a_wrong_text_does_not_compile():
-    call = Call(
-        name="sum_parts",
-        source=SUM_PARTS_SOURCE,
-        inputs=("parts", "dims"),
-        outputs=("y",),
-        launch=sum_parts_launch((2, 1, 8), "float16"),
-    )
+    call = sum_parts((2, 1, 8), "float16")
     text = nvrtc.text(call, ["float32", "uint32"])
     assert nvrtc.compile_text(text, "sm_90")
     with pytest.raises(AssertionError, match=r'identifier "splits_" is undefined'):

@@ -77,11 +77,14 @@ def test_a_code_without_formula_is_expanded_by_its_table(layer_class):
 
 def test_which_class_a_device_gets(monkeypatch):
     assert linear.layer_class_for(mx.Device(mx.cpu)) is NativeTrellisLinear
-    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-    found = linear.layer_class_for(mx.Device(mx.gpu))
-    assert found.__name__ == "CUDATrellisLinear"
-    monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
-    assert linear.layer_class_for(mx.Device(mx.gpu)).__name__ == "TrellisLinear"
+    for has_cuda, generation, name in (
+        (True, 9, "CUDATrellisLinear"),
+        (True, 8, "TrellisLinear"),
+        (False, 9, "TrellisLinear"),
+    ):
+        monkeypatch.setattr(mx.cuda, "is_available", lambda found=has_cuda: found)
+        monkeypatch.setattr(mx, "device_info", lambda found=generation: {"compute_capability_major": found})
+        assert linear.layer_class_for(mx.Device(mx.gpu)).__name__ == name
 
 
 def _holder(layer):

@@ -33,6 +33,7 @@ def test_what_it_does_not_take_has_a_reason():
         ({"warmup": 40}, "warmup 40: no multiple of 16"),
         ({"highest": 30_000}, "a start that is not allowed could win"),
         ({"dearest": 1 << 20}, "more than 32 bits"),
+        ({"dearest": None}, "more than 32 bits"),
     ):
         problem = replace(encode_problem(5, levels, window=12, k=4), **change)
         assert reason in str(supports(problem)), change

@@ -106,8 +106,8 @@ class Backend:
             BackendError: there is none, or ``x`` and the matrix are not of the problem that it was chosen for.
         """
         self._check(choice, x, packed.spec, None)
-        call, dims = self._prepared(choice.problem)
-        (y,) = self._carry_out(call, [x.reshape(-1, x.shape[-1]), packed.words, packed.scales, dims])
+        call, sizes = self._prepared(choice.problem)
+        (y,) = self._carry_out(call, [x.reshape(-1, x.shape[-1]), packed.words, packed.scales, *sizes])
         if y.ndim == 3:  # one part for each split of the inputs
             y = y[0] if y.shape[0] == 1 else self._add_up(y, choice.problem.dtype)
         return y.reshape(*x.shape[:-1], -1)
@@ -115,9 +115,9 @@ class Backend:
     def swiglu(self, choice: Choice, x: mx.array, gate: Packed, up: Packed) -> mx.array:
         """``silu(x Gateᵀ) ⊙ (x Upᵀ)``, ``[..., in]`` → ``[..., out]`` in the type of x; errors as ``product``."""
         self._check(choice, x, gate.spec, up.spec)
-        call, dims = self._prepared(choice.problem)
+        call, sizes = self._prepared(choice.problem)
         flat = x.reshape(-1, x.shape[-1])
-        (y,) = self._carry_out(call, [flat, gate.words, gate.scales, up.words, up.scales, dims])
+        (y,) = self._carry_out(call, [flat, gate.words, gate.scales, up.words, up.scales, *sizes])
         return y.reshape(*x.shape[:-1], -1)
 
     def expand(self, packed: Packed, dtype: mx.Dtype) -> mx.array:
@@ -127,8 +127,8 @@ class Backend:
             BackendError: the code has no formula, or the matrix is too large for the kernel.
         """
         problem = Problem(op="expand", spec=packed.spec, m=0, dtype=_name(dtype, "expand to"))
-        call, dims = self._prepared(problem)
-        (dense,) = self.run(call, [packed.words, packed.scales, dims])
+        call, sizes = self._prepared(problem)
+        (dense,) = self.run(call, [packed.words, packed.scales, *sizes])
         return dense
 
     def _carry_out(self, call: Call, arrays: list[mx.array]) -> list[mx.array]:
@@ -147,12 +147,21 @@ class Backend:
     def _choose_afresh(self, problem: Problem) -> Choice:
         return choose(problem, self._kernels)
 
-    def _prepare(self, problem: Problem) -> tuple[Call, mx.array]:
-        """The call for a problem that has a kernel, and its sizes."""
+    def call(self, problem: Problem) -> Call:
+        """The call for a problem that has a kernel; BackendError if it has none."""
         kernel = self._require(self.choose(problem))
-        launch, source = kernel.launch(problem), kernel.source
-        call = Call(name=kernel.name, source=source, inputs=kernel.inputs, outputs=kernel.outputs, launch=launch)
-        return call, dims_array(launch.dims)
+        return Call(
+            name=kernel.name,
+            source=kernel.source,
+            inputs=kernel.inputs,
+            outputs=kernel.outputs,
+            launch=kernel.launch(problem),
+        )
+
+    def _prepare(self, problem: Problem) -> tuple[Call, tuple[mx.array, ...]]:
+        """The call, and its sizes where the kernel reads them."""
+        call = self.call(problem)
+        return call, (dims_array(call.launch.dims),) if "dims" in call.inputs else ()
 
     def _require(self, choice: Choice) -> Kernel:
         if choice.kernel is None:

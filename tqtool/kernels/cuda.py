@@ -12,17 +12,18 @@ import mlx.core as mx
 
 from tqtool.kernels.backend import Backend, Call, launch_through_mlx
 from tqtool.kernels.cuda_kernels import H200, Card, kernels
-from tqtool.kernels.metal_kernels import SUM_PARTS_SOURCE, sum_parts_launch
-from tqtool.kernels.problem import Dtype
+from tqtool.kernels.metal import sum_parts
 from tqtool.kernels.sources import KernelText, kernel_text
 
 METAL_ON_CUDA = "cuda/msl.cuh"
+PROVEN_GENERATION = 9
+"""Compute capability, before the point, of the H200; the texts compile for others, nobody has run them there."""
 _SPACES = re.compile(r"\b(device|thread) (?=[\w(])")
 
 
 def cuda_backend(card: Card) -> Backend:
     """The kernels as ``card`` takes them."""
-    return Backend("CUDA", kernels(card), _sum_parts, on_device)
+    return Backend("CUDA", kernels(card), sum_parts, on_device)
 
 
 def text_of(source: str) -> KernelText:
@@ -44,7 +45,7 @@ def on_device(call: Call, arrays: Sequence[mx.array], *, verbose: bool = False) 
     """
     dtypes = "_".join(str(array.dtype).rpartition(".")[2] for array in arrays)
     kernel = _compiled(call.name, call.source, call.inputs, call.outputs, dtypes, call.launch.threadgroup_bytes)
-    return launch_through_mlx(kernel, call, arrays if "dims" in call.inputs else arrays[:-1], verbose=verbose)
+    return launch_through_mlx(kernel, call, arrays, verbose=verbose)
 
 
 @lru_cache(maxsize=1024)
@@ -70,9 +71,12 @@ def _compiled(
     )
 
 
-def _sum_parts(shape: tuple[int, ...], dtype: Dtype) -> Call:
-    launch = sum_parts_launch(shape, dtype)
-    return Call(name="sum_parts", source=SUM_PARTS_SOURCE, inputs=("parts", "dims"), outputs=("y",), launch=launch)
+def is_proven_here() -> bool:
+    """Whether MLX has a card on whose generation the kernels have passed their tests, and whose memory they know.
+
+    Elsewhere the geometry of ``CUDA`` may ask for more shared memory than there is.
+    """
+    return mx.cuda.is_available() and mx.device_info()["compute_capability_major"] == PROVEN_GENERATION
 
 
 CUDA = cuda_backend(H200)

@@ -32,7 +32,8 @@ def supports(problem: EncodeProblem) -> str | None:
     """
     factor = 1 << problem.k
     dearest_choice = problem.step_cost + LEVEL_LIMIT**2
-    greatest = UNREACHED + factor * (BLOCK * problem.dearest + dearest_choice)
+    dearest = dearest_choice if problem.dearest is None else problem.dearest
+    greatest = UNREACHED + factor * (BLOCK * dearest + dearest_choice)
     if problem.window != WINDOW:
         return f"window {problem.window}: does {WINDOW}"
     if not 2 <= problem.k <= 4:

@@ -36,6 +36,16 @@ class Encoder:
     blocks_at_once: Callable[[EncodeProblem], int]
     run: Runner
 
+    def call(self, problem: EncodeProblem) -> Call:
+        """The call for a problem that is supported."""
+        return Call(
+            name="viterbi",
+            source=self.source,
+            inputs=("x", "levels", "dims"),
+            outputs=("states", "history"),
+            launch=self.launch(problem),
+        )
+
     def viterbi_encode(
         self,
         x: NDArray[np.int16],
@@ -72,14 +82,7 @@ class Encoder:
         clipped, table, step = np.clip(x, -LEVEL_LIMIT, LEVEL_LIMIT), mx.array(levels), self.blocks_at_once(whole)
         for start in range(0, len(x), step):
             part = clipped[start : start + step]
-            launch = self.launch(replace(whole, blocks=len(part)))
-            call = Call(
-                name="viterbi",
-                source=self.source,
-                inputs=("x", "levels", "dims"),
-                outputs=("states", "history"),
-                launch=launch,
-            )
-            found = self.run(call, [mx.array(part), table, dims_array(launch.dims)])[0]
+            call = self.call(replace(whole, blocks=len(part)))
+            found = self.run(call, [mx.array(part), table, dims_array(call.launch.dims)])[0]
             states[start : start + step] = np.array(found)  # waits: the next part may use the memory
         return states, self.name

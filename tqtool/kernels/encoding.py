@@ -29,7 +29,7 @@ class EncodeProblem:
         lowest: Of the levels of all states.
         highest: Of the levels of all states.
         dearest: The most that a step can cost with the best of the states that end in one suffix, and 560² - x² more;
-            see ``dearest_step``.
+            see ``dearest_step``. None if the levels are not at hand: then the dearest of all states counts.
 
     Raises:
         BackendError: no trellis has these numbers.
@@ -41,7 +41,7 @@ class EncodeProblem:
     blocks: int
     lowest: int
     highest: int
-    dearest: int = 0
+    dearest: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.k <= 4 or self.window < 2 * self.k or self.blocks < 1 or self.lowest > self.highest:

@@ -67,7 +67,7 @@ def run_recipe(recipe: Recipe, out: Path, progress: Progress, *, resume: bool = 
         ArtifactError: writing failed; what was written does not verify; what is there came from another run.
     """
     run = check_recipe(recipe, out, progress, resume=resume)
-    with _alone_in(out):
+    with _alone_in(out):  # asked once more: another run may have begun here meanwhile
         return _carry_out(run, is_begun=_is_begun(recipe, out, resume=resume))
 
 
@@ -183,9 +183,8 @@ def _artifact(run: OpenRun, hessians: Path | None, steps: dict[str, str]) -> Non
         left = {inside: run.out / name for name, inside in names.items() if (run.out / name).exists()}
         require_inside(folder, files)
         for inside, path in left.items():
-            if (folder / inside).is_file() and (folder / inside).read_bytes() != path.read_bytes():
+            if not (folder / inside).is_file() or (folder / inside).read_bytes() != path.read_bytes():
                 raise ArtifactError(f"{path}: not the one in {folder}", hint="remove the one that is not of this run")
-        require_inside(folder, {inside: path.read_bytes() for inside, path in left.items()})
         require_calibrated(folder, hessians)
         require_made_from(run, folder)
         before = ("candidates", "measuring dump", "sensitivity") if measures else ()

@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from tqtool.formats.trellis import TrellisSpec
 from tqtool.kernels.backend import Backend, Packed, problem_of
-from tqtool.kernels.problem import Choice, Problem
+from tqtool.kernels.problem import Problem
 from tqtool.runtime.stock_model import TrellisLinear
 
 
@@ -40,10 +40,6 @@ class KernelTrellisLinear(TrellisLinear):
             mx.eval(y)
         return y + self.bias.astype(y.dtype) if "bias" in self else y
 
-    def choice(self, problem: Problem) -> Choice:
-        """What is done for ``problem``, a product with this layer's matrix."""
-        return self.backend.choose(problem)
-
     def stored_weight(self) -> mx.array:
         """The whole stored matrix, float32 [rows, cols]."""
         return self.dense(mx.float32)
@@ -68,7 +64,7 @@ def kernel_layer(backend: Backend) -> type[KernelTrellisLinear]:
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class LayerPath:
     """How one trellis layer computes a product of ``m`` rows: ``path`` names the kernel or what is done instead."""
 
     module: str
@@ -77,16 +73,16 @@ class Path:
     reason: str
 
 
-def explain(model: nn.Module, rows: tuple[int, ...]) -> list[Path]:
-    """Every trellis layer of ``model`` for each number of rows of x, in the type of its scales' products."""
+def explain(model: nn.Module, rows: tuple[int, ...]) -> list[LayerPath]:
+    """Every trellis layer of ``model`` for each number of rows of x, in bfloat16."""
     found = []
     for module, layer in model.named_modules():
         if not isinstance(layer, TrellisLinear):
             continue
         for m in rows:
             if not isinstance(layer, KernelTrellisLinear):
-                found.append(Path(module, m, type(layer).__name__, "no GPU kernels in use"))
+                found.append(LayerPath(module, m, type(layer).__name__, "no GPU kernels in use"))
                 continue
-            choice = layer.choice(Problem(spec=layer.kernel_spec, m=m, dtype="bfloat16"))
-            found.append(Path(module, m, choice.path, choice.reason))
+            choice = layer.backend.choose(Problem(spec=layer.kernel_spec, m=m, dtype="bfloat16"))
+            found.append(LayerPath(module, m, choice.path, choice.reason))
     return found

@@ -22,18 +22,16 @@ MATVEC_ROWS = 4
 
 
 def layer_class_for(device: mx.Device) -> type[TrellisLinear]:
-    """The trellis layer to run on ``device``: compiled kernels on the CPU, CUDA kernels on an NVIDIA card.
+    """The trellis layer to run on ``device``: compiled kernels on the CPU, CUDA kernels on cards that they ran on.
 
-    On Apple's GPUs MLX operations, until Metal kernels have passed their tests on one (decision 0004).
+    Elsewhere, on Apple's GPUs too, MLX operations, until kernels have passed their tests there (decision 0004).
     """
     if device.type == mx.cpu:
         return NativeTrellisLinear
-    if mx.cuda.is_available():
-        from tqtool.kernels.cuda import CUDA
-        from tqtool.runtime.gpu_linear import kernel_layer
+    from tqtool.kernels.cuda import CUDA, is_proven_here
+    from tqtool.runtime.gpu_linear import kernel_layer
 
-        return kernel_layer(CUDA)
-    return TrellisLinear
+    return kernel_layer(CUDA) if is_proven_here() else TrellisLinear
 
 
 class NativeTrellisLinear(TrellisLinear):
