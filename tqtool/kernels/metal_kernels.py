@@ -6,6 +6,8 @@ of rows, simdgroups and splits below follow from occupancy by arithmetic; none o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tqtool.formats.trellis import BLOCK, TILE
 from tqtool.kernels.encoding import EXACT, EncodeProblem
 from tqtool.kernels.problem import RUN, Dtype, Kernel, Launch, Output, Problem
@@ -234,57 +236,25 @@ def _launch(
 _ONE = ("x", "words", "scales", "dims")
 _TWO = ("x", "words", "scales", "up_words", "up_scales", "dims")
 
-REDUCE = Kernel(
-    name="reduce",
-    source="metal/reduce.metal",
-    inputs=_ONE,
-    outputs=("y",),
-    supports=reduce_supports,
-    launch=reduce_launch,
-)
-TILE_PRODUCT = Kernel(
-    name="tile", source="metal/tile.metal", inputs=_ONE, outputs=("y",), supports=tile_supports, launch=tile_launch
-)
-SCATTER = Kernel(
-    name="scatter",
-    source="metal/scatter.metal",
-    inputs=_ONE,
-    outputs=("y",),
-    supports=scatter_supports,
-    launch=scatter_launch,
-)
-PREFILL = Kernel(
-    name="prefill",
-    source="metal/prefill.metal",
-    inputs=_ONE,
-    outputs=("y",),
-    supports=prefill_supports,
-    launch=prefill_launch,
-)
-REDUCE_SWIGLU = Kernel(
-    name="reduce_swiglu",
-    source="metal/reduce_swiglu.metal",
-    inputs=_TWO,
-    outputs=("y",),
-    supports=reduce_swiglu_supports,
-    launch=reduce_swiglu_launch,
-)
-TILE_SWIGLU = Kernel(
-    name="tile_swiglu",
-    source="metal/tile_swiglu.metal",
-    inputs=_TWO,
-    outputs=("y",),
-    supports=tile_swiglu_supports,
-    launch=tile_swiglu_launch,
-)
-EXPAND = Kernel(
-    name="expand",
-    source="metal/expand.metal",
-    inputs=("words", "scales", "dims"),
-    outputs=("y",),
-    supports=expand_supports,
-    launch=expand_launch,
-)
+
+def _kernel(
+    name: str,
+    inputs: tuple[str, ...],
+    supports: Callable[[Problem], str | None],
+    launch: Callable[[Problem], Launch],
+) -> Kernel:
+    return Kernel(
+        name=name, source=f"metal/{name}.metal", inputs=inputs, outputs=("y",), supports=supports, launch=launch
+    )
+
+
+REDUCE = _kernel("reduce", _ONE, reduce_supports, reduce_launch)
+TILE_PRODUCT = _kernel("tile", _ONE, tile_supports, tile_launch)
+SCATTER = _kernel("scatter", _ONE, scatter_supports, scatter_launch)
+PREFILL = _kernel("prefill", _ONE, prefill_supports, prefill_launch)
+REDUCE_SWIGLU = _kernel("reduce_swiglu", _TWO, reduce_swiglu_supports, reduce_swiglu_launch)
+TILE_SWIGLU = _kernel("tile_swiglu", _TWO, tile_swiglu_supports, tile_swiglu_launch)
+EXPAND = _kernel("expand", ("words", "scales", "dims"), expand_supports, expand_launch)
 
 KERNELS: tuple[Kernel, ...] = (REDUCE, TILE_PRODUCT, SCATTER, PREFILL, REDUCE_SWIGLU, TILE_SWIGLU, EXPAND)
 ENCODE_SOURCE = "metal/viterbi.metal"
