@@ -83,7 +83,8 @@ def test_which_class_a_device_gets(monkeypatch):
         (False, 9, "TrellisLinear"),
     ):
         monkeypatch.setattr(mx.cuda, "is_available", lambda found=has_cuda: found)
-        monkeypatch.setattr(mx, "device_info", lambda found=generation: {"compute_capability_major": found})
+        of_device = {mx.gpu: {"compute_capability_major": generation}, mx.cpu: {"architecture": "x86_64"}}
+        monkeypatch.setattr(mx, "device_info", of_device.__getitem__)
         assert linear.layer_class_for(mx.Device(mx.gpu)).__name__ == name
 
 

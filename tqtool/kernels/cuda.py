@@ -76,7 +76,7 @@ def is_proven_here() -> bool:
 
     Elsewhere the geometry of ``CUDA`` may ask for more shared memory than there is.
     """
-    return mx.cuda.is_available() and mx.device_info()["compute_capability_major"] == PROVEN_GENERATION
+    return mx.cuda.is_available() and mx.device_info(mx.gpu)["compute_capability_major"] == PROVEN_GENERATION
 
 
 CUDA = cuda_backend(H200)
