@@ -10,10 +10,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from tqtool.kernels.backend import Backend, Call, launch_through_mlx
+from tqtool.kernels.backend import Backend, Call, Ready, launcher
 from tqtool.kernels.cuda_kernels import H200, Card, kernels
 from tqtool.kernels.metal import sum_parts
-from tqtool.kernels.sources import KernelText, kernel_text
+from tqtool.kernels.sources import KernelText, kernel_text, without_comments
 
 METAL_ON_CUDA = "cuda/msl.cuh"
 PROVEN_GENERATION = 9
@@ -26,26 +26,35 @@ def cuda_backend(card: Card) -> Backend:
     return Backend("CUDA", kernels(card), sum_parts, on_device)
 
 
+@lru_cache(maxsize=64)
 def text_of(source: str) -> KernelText:
     """Header and body of a kernel; that of a Metal kernel with what makes CUDA of it.
 
-    ``device`` and ``thread`` cannot be macros: ``__device__`` is one that has the first of them in it.
+    Without comments: MLX puts the whole text together anew, and hashes it, for every call. ``device`` and ``thread``
+    cannot be macros: ``__device__`` is one that has the first of them in it.
     """
     if not source.startswith("metal/"):
-        return kernel_text(source)
-    text = kernel_text(source, before=METAL_ON_CUDA)
+        return without_comments(kernel_text(source))
+    text = without_comments(kernel_text(source, before=METAL_ON_CUDA))
     return KernelText(_SPACES.sub("", text.header), _SPACES.sub("", text.body))
 
 
-def on_device(call: Call, arrays: Sequence[mx.array], *, verbose: bool = False) -> list[mx.array]:
-    """Launch through MLX; ``verbose`` prints the text that is compiled.
+def on_device(call: Call, *, verbose: bool = False) -> Ready:
+    """Launches through MLX; ``verbose`` prints the text that is compiled.
 
-    Raises:
-        RuntimeError: MLX has no CUDA backend here.
+    What it returns raises RuntimeError where MLX has no CUDA backend.
     """
-    dtypes = "_".join(str(array.dtype).rpartition(".")[2] for array in arrays)
-    kernel = _compiled(call.name, call.source, call.inputs, call.outputs, dtypes, call.launch.threadgroup_bytes)
-    return launch_through_mlx(kernel, call, arrays, verbose=verbose)
+    ready: list[Ready] = []
+
+    def run(arrays: Sequence[mx.array]) -> list[mx.array]:
+        if not ready:
+            dtypes = "_".join(str(array.dtype).rpartition(".")[2] for array in arrays)
+            shared_bytes = call.launch.threadgroup_bytes
+            kernel = _compiled(call.name, call.source, call.inputs, call.outputs, dtypes, shared_bytes)
+            ready.append(launcher(kernel, call.launch, verbose=verbose))
+        return ready[0](arrays)
+
+    return run
 
 
 @lru_cache(maxsize=1024)

@@ -83,6 +83,6 @@ class Encoder:
         for start in range(0, len(x), step):
             part = clipped[start : start + step]
             call = self.call(replace(whole, blocks=len(part)))
-            found = self.run(call, [mx.array(part), table, dims_array(call.launch.dims)])[0]
+            found = self.run(call)([mx.array(part), table, dims_array(call.launch.dims)])[0]
             states[start : start + step] = np.array(found)  # waits: the next part may use the memory
         return states, self.name

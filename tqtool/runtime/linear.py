@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tqtool import native
+from tqtool.errors import UserError
 from tqtool.formats.trellis import TrellisSpec
 from tqtool.runtime.stock_model import TrellisLinear
 
@@ -21,17 +22,26 @@ MATVEC_ROWS = 4
 """Up to this many rows the packed kernel beats expansion (the weight is decoded once for all of them)."""
 
 
-def layer_class_for(device: mx.Device) -> type[TrellisLinear]:
+def layer_class_for(device: mx.Device, *, int8: bool = False) -> type[TrellisLinear]:
     """The trellis layer to run on ``device``: compiled kernels on the CPU, CUDA kernels on cards that they ran on.
 
     Elsewhere, on Apple's GPUs too, MLX operations, until kernels have passed their tests there (decision 0004).
-    """
-    if device.type == mx.cpu:
-        return NativeTrellisLinear
-    from tqtool.kernels.cuda import CUDA, is_proven_here
-    from tqtool.runtime.gpu_linear import kernel_layer
 
-    return kernel_layer(CUDA) if is_proven_here() else TrellisLinear
+    Raises:
+        UserError: ``int8`` activations on a device whose layers do not take them.
+    """
+    if device.type != mx.cpu:
+        from tqtool.kernels.cuda import CUDA, is_proven_here
+        from tqtool.runtime.gpu_linear import kernel_layer
+
+        if is_proven_here():
+            return kernel_layer(CUDA, int8=int8)
+    if int8:
+        raise UserError(
+            "int8 activations: only the CUDA kernels take them, and they are not in use here",
+            hint="drop --activations int8",
+        )
+    return NativeTrellisLinear if device.type == mx.cpu else TrellisLinear
 
 
 class NativeTrellisLinear(TrellisLinear):
