@@ -5,7 +5,7 @@
     python benchmarks/bench_decode.py PACKED --int8-error TEXT [--positions 512]
 
 Both models are loaded as ``tqtool generate`` loads them and decode greedily through mlx-lm's generation step, in turns,
-on MLX's default device (``--device cpu`` for the other). A round's rate is that of the tokens after the first; ratios
+on MLX's default device (``--device=cpu`` for the other). A round's rate is that of the tokens after the first; ratios
 are those of a round. ``--synthetic HIDDENxWIDTHxLAYERS`` is a llama of random weights that no disk has to hold: trellis
 in all linear layers, table 4 bits, head 6 bits, as ``tqtool trellis --modules all`` writes, against 4 bits everywhere.
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ from tqtool.runtime.blas import ensure_blas
 ensure_blas()  # before mlx is imported
 
 import mlx.core as mx  # noqa: E402
+
+if "--device=cpu" in sys.argv:  # mlx-lm takes its stream from the default device when it is imported
+    mx.set_default_device(mx.cpu)
+
 import mlx.nn as nn  # noqa: E402
 import numpy as np  # noqa: E402
 from mlx.utils import tree_flatten, tree_unflatten  # noqa: E402
@@ -125,9 +130,10 @@ def synthetic_packed(config: dict[str, Any], k: int, *, int8: bool) -> nn.Module
     }
     full = {**config, "trellis": {"format_version": 2, "modules": modules}}
     model = Model(ModelArgs(full), layer_class=layer_class_for(mx.default_device(), int8=int8))
+    rng = np.random.default_rng(0)
     for path, layer in model.named_modules():
         if path in modules:
-            layer.weight = mx.random.bits(layer.weight.shape)
+            layer.weight = mx.array(rng.integers(0, 2**32, layer.weight.shape, dtype=np.uint32))
             layer.scales = mx.full(layer.scales.shape, 0.01, mx.float16)
     floats = [(p, v.astype(mx.bfloat16)) for p, v in tree_flatten(model.parameters()) if v.dtype == mx.float32]
     model.update(tree_unflatten(floats))
@@ -202,8 +208,8 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=512)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    if arguments.device == "cpu":
-        mx.set_default_device(mx.cpu)
+    if arguments.device == "cpu" and mx.default_device().type != mx.cpu:
+        parser.error("write --device=cpu")
     mx.random.seed(0)
     if arguments.int8_error:
         int8_error(arguments.packed, arguments)

@@ -1,6 +1,6 @@
 """Time of one product with a packed matrix beside stock affine weights of the same shape, in one run.
 
-    python benchmarks/bench_matvec.py [--shape 17408x5120]… [--k 3]… [--m 1]… [--fused] [--json]
+    python benchmarks/bench_matvec.py [--shape 17408x5120]… [--k 3]… [--m 1]… [--fused] [--int8] [--json]
     python benchmarks/bench_matvec.py --backend cpu [--layout tile]… [--shape …]… [--k 3]… [--m 1]… [--json]
 
 More matrices than a cache holds are taken in turn, else the cache is what is measured.
@@ -84,7 +84,7 @@ def random_matrix(spec: TrellisSpec, rng: np.random.Generator) -> tuple[mx.array
     return words, scales
 
 
-def ours(rows: int, cols: int, k: int, m: int, *, fused: bool) -> tuple[str, list[Call]]:
+def ours(rows: int, cols: int, k: int, m: int, *, fused: bool, int8: bool = False) -> tuple[str, list[Call]]:
     """Name of the kernel, and calls on matrices of random words in tiles."""
     spec = spec_for((rows, cols), k=k, axis=1, tile=True)
     rng = np.random.default_rng(0)
@@ -92,11 +92,13 @@ def ours(rows: int, cols: int, k: int, m: int, *, fused: bool) -> tuple[str, lis
     x = mx.random.normal((m, cols)).astype(mx.bfloat16)
     mx.eval(x)
     if not fused:
-        choice = CUDA.choose(Problem(spec=spec, m=m, dtype="bfloat16"))
-        return choice.path, [lambda each=each: CUDA.product(choice, x, each) for each in matrices]
-    both = CUDA.choose(Problem(op="swiglu", spec=spec, m=m, dtype="bfloat16", up=spec))
-    pairs = zip(matrices[::2], matrices[1::2], strict=True)
-    return both.path, [lambda gate=gate, up=up: CUDA.swiglu(both, x, gate, up) for gate, up in pairs]
+        choice = CUDA.choose(Problem(spec=spec, m=m, dtype="bfloat16", int8=int8))
+        ready = [CUDA.bind(choice, x.shape, each) for each in matrices]
+    else:
+        choice = CUDA.choose(Problem(op="swiglu", spec=spec, m=m, dtype="bfloat16", up=spec, int8=int8))
+        pairs = zip(matrices[::2], matrices[1::2], strict=True)
+        ready = [CUDA.bind(choice, x.shape, gate, up) for gate, up in pairs]
+    return f"{choice.path} ({choice.reason})", [lambda product=product: product(x) for product in ready]
 
 
 def stock(rows: int, cols: int, bits: int, m: int) -> list[Call]:
@@ -204,6 +206,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, action="append", help="repeatable; 3")
     parser.add_argument("--m", type=int, action="append", help="rows of x; repeatable; 1")
     parser.add_argument("--fused", action="store_true", help="gate and up with silu in one launch; times per matrix")
+    parser.add_argument("--int8", action="store_true", help="int8 activations")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if arguments.backend == "cpu":
@@ -216,7 +219,7 @@ def main() -> None:
         for m in arguments.m or [1]:
             peer = timed(stock(rows, cols, 4, m))
             for k in arguments.k or [3]:
-                path, calls = ours(rows, cols, k, m, fused=arguments.fused)
+                path, calls = ours(rows, cols, k, m, fused=arguments.fused, int8=arguments.int8)
                 share = 2 if arguments.fused else 1
                 found = tuple(value / share for value in timed(calls))
                 row = {"shape": shape, "k": k, "m": m, "kernel": path, "us": found, "stock_4_us": peer}
