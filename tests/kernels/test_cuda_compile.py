@@ -35,7 +35,7 @@ def cases():
 
 
 def variants(call, case, card):
-    """The call; of a kernel of the tensor cores also that whose blocks meet, and that for int8 activations, from k=3 on."""
+    """The call; from k=3 on, of a kernel of the tensor cores, also with blocks that meet and with int8 activations."""
     if not call.source.startswith("cuda/") or case.problem.spec.k < 3:
         return [call]
     meeting = cuda_backend(replace(card, meeting_rounds=-1000)).call(case.problem)
