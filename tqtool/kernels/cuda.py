@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import re
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import mlx.core as mx
 
 from tqtool.kernels.backend import Backend, Call, Ready, launcher
 from tqtool.kernels.cuda_kernels import H200, Card, kernels
 from tqtool.kernels.metal import sum_parts
-from tqtool.kernels.sources import KernelText, kernel_text, without_comments
+from tqtool.kernels.problem import Dtype
+from tqtool.kernels.sources import KernelText, kernel_text
 
 METAL_ON_CUDA = "cuda/msl.cuh"
 PROVEN_GENERATION = 9
 """Compute capability, before the point, of the H200; the texts compile for others, nobody has run them there."""
+CUDA_TYPES: Final[dict[Dtype, str]] = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
+"""What MLX calls them in its own texts."""
 _SPACES = re.compile(r"\b(device|thread) (?=[\w(])")
 
 
@@ -30,12 +37,11 @@ def cuda_backend(card: Card) -> Backend:
 def text_of(source: str) -> KernelText:
     """Header and body of a kernel; that of a Metal kernel with what makes CUDA of it.
 
-    Without comments: MLX puts the whole text together anew, and hashes it, for every call. ``device`` and ``thread``
-    cannot be macros: ``__device__`` is one that has the first of them in it.
+    ``device`` and ``thread`` cannot be macros: ``__device__`` is one that has the first of them in it.
     """
     if not source.startswith("metal/"):
-        return without_comments(kernel_text(source))
-    text = without_comments(kernel_text(source, before=METAL_ON_CUDA))
+        return kernel_text(source)
+    text = kernel_text(source, before=METAL_ON_CUDA)
     return KernelText(_SPACES.sub("", text.header), _SPACES.sub("", text.body))
 
 
@@ -49,9 +55,11 @@ def on_device(call: Call, *, verbose: bool = False) -> Ready:
     def run(arrays: Sequence[mx.array]) -> list[mx.array]:
         if not ready:
             dtypes = "_".join(str(array.dtype).rpartition(".")[2] for array in arrays)
-            shared_bytes = call.launch.threadgroup_bytes
-            kernel = _compiled(call.name, call.source, call.inputs, call.outputs, dtypes, shared_bytes)
-            ready.append(launcher(kernel, call.launch, verbose=verbose))
+            launch = call.launch
+            # Kernels of Metal's text declare their shared memory themselves.
+            shared_bytes = launch.threadgroup_bytes if call.source.startswith("cuda/") else 0
+            kernel = _compiled(call.name, call.source, call.inputs, call.outputs, launch.template, dtypes, shared_bytes)
+            ready.append(launcher(kernel, replace(launch, template=()), verbose=verbose))
         return ready[0](arrays)
 
     return run
@@ -59,25 +67,51 @@ def on_device(call: Call, *, verbose: bool = False) -> Ready:
 
 @lru_cache(maxsize=1024)
 def _compiled(
-    name: str, source: str, inputs: tuple[str, ...], outputs: tuple[str, ...], dtypes: str, shared_bytes: int
+    name: str,
+    source: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    template: tuple[tuple[str, int | Dtype], ...],
+    dtypes: str,
+    shared_bytes: int,
 ) -> Any:
-    """MLX's kernel object.
+    """MLX's kernel object, whose text only includes files that hold ours.
 
-    MLX finds compiled code again, on the disk too, by name and template values alone: so the name says what else the
-    code depends on, the text and the types of the inputs.
+    At every call MLX puts the text together anew, template parameters too, and hashes it: 16 KB and ten parameters
+    cost more than many a launch. It finds compiled code again by name: so the name says all that the code depends on.
     """
-    text = text_of(source)
-    digest = hashlib.sha256(f"{text.header}\0{text.body}\0{dtypes}".encode()).hexdigest()[:12]
-    # Kernels of Metal's text declare their shared memory themselves.
-    dynamic = shared_bytes if source.startswith("cuda/") else 0
+    header, body = included_texts(source, template)
+    digest = hashlib.sha256(f"{header}\0{body}\0{dtypes}".encode()).hexdigest()[:16]
+    folder = _text_folder()
+    files = {kind: folder / f"{digest}.{kind}" for kind in ("header", "body")}
+    files["header"].write_text(header)
+    files["body"].write_text(body)
     return mx.fast.cuda_kernel(
         name=f"tq_{name}_{digest}",
         input_names=list(inputs),
         output_names=list(outputs),
-        source=text.body,
-        header=text.header,
-        shared_memory=dynamic,
+        source=f'#include "{files["body"]}"\n',
+        header=f'#include "{files["header"]}"\n',
+        shared_memory=shared_bytes,
     )
+
+
+def included_texts(source: str, template: tuple[tuple[str, int | Dtype], ...]) -> tuple[str, str]:
+    """Header and body of a kernel, the template parameters as constants in the body."""
+    text = text_of(source)
+    constants = "".join(
+        f"using {name} = {CUDA_TYPES[value]};\n" if isinstance(value, str) else f"constexpr int {name} = {value};\n"
+        for name, value in template
+    )
+    return text.header, constants + text.body
+
+
+@lru_cache(maxsize=1)
+def _text_folder() -> Path:
+    """Where texts lie while the process lives; MLX compiles each when it is first evaluated."""
+    folder = tempfile.TemporaryDirectory(prefix="tqtool-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 def is_proven_here() -> bool:

@@ -44,7 +44,7 @@ class Card:
 
     processors: int
     shared_bytes: int
-    meeting_rounds: int = 6
+    meeting_rounds: int = 12
 
 
 H200: Final = Card(processors=132, shared_bytes=227 << 10)

@@ -15,7 +15,6 @@ from pathlib import Path
 from tqtool.errors import BackendError
 
 _INCLUDE = re.compile(r'^#include "([\w./]+)"[^\n]*$', re.MULTILINE)
-_COMMENT = re.compile(r"//.*")  # no kernel has a string with two slashes, nor the other kind of comment
 _PROBE = "common/trellis_decode.h"
 
 
@@ -55,16 +54,6 @@ def split(text: str) -> KernelText:
     """Header and body of a kernel file's ``text``, with the included files in the header, each of them once."""
     end = max((found.end() for found in _INCLUDE.finditer(text)), default=0)
     return KernelText(_resolve(text[:end], set()), text[end:])
-
-
-def without_comments(text: KernelText) -> KernelText:
-    """The same program in fewer bytes: no comments, no indentation, no empty lines."""
-    return KernelText(_bare(text.header), _bare(text.body))
-
-
-def _bare(text: str) -> str:
-    lines = (_COMMENT.sub("", line).strip() for line in text.splitlines())
-    return "".join(f"{line}\n" for line in lines if line)
 
 
 def _resolve(text: str, seen: set[str]) -> str:
