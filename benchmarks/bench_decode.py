@@ -42,6 +42,7 @@ from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
 from tqtool.formats.trellis import spec_for  # noqa: E402
 from tqtool.runtime.gated_mlp import fuse_gates  # noqa: E402
+from tqtool.runtime.joint_products import join_projections  # noqa: E402
 from tqtool.runtime.linear import layer_class_for  # noqa: E402
 from tqtool.runtime.load import load  # noqa: E402
 from tqtool.runtime.paths import explain  # noqa: E402
@@ -140,6 +141,7 @@ def synthetic_packed(config: dict[str, Any], k: int, *, int8: bool) -> nn.Module
     nn.quantize(model, class_predicate=lambda path, _: {"bits": 6, "group_size": 64} if path == "lm_head" else False)
     nn.quantize(model, class_predicate=lambda path, _: path == "model.embed_tokens", bits=4, group_size=64)
     fuse_gates(model)
+    join_projections(model)
     mx.eval(model.parameters())
     return model
 

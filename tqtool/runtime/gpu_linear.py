@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -41,6 +41,13 @@ class Products:
         return product(x)
 
 
+class Joint(Protocol):
+    """A product that several layers share (tqtool/runtime/joint_products.py)."""
+
+    def take(self, place: int, x: mx.array) -> mx.array | None:
+        """The part of the layer at ``place``, or None."""
+
+
 class KernelTrellisLinear(TrellisLinear):
     """``TrellisLinear`` through the kernels of ``backend``: same parameters, the same values in float32 sums.
 
@@ -55,10 +62,18 @@ class KernelTrellisLinear(TrellisLinear):
         self.kernel_spec = TrellisSpec(**spec)
         self._packed: Packed | None = None
         self._product = Products(self._by_kernel, self._by_expansion)
+        self.joint: Joint | None = None
+        self._place = 0
+
+    def join(self, joint: Joint, place: int) -> None:
+        """Take products from ``joint`` from now on, where it has them; the weights have become parts of its own."""
+        self.joint, self._place, self._packed = joint, place, None
 
     def __call__(self, x: mx.array) -> mx.array:
         """[..., in] → [..., out] in the type of ``x``."""
-        y = self._product(x)
+        y = None if self.joint is None else self.joint.take(self._place, x)
+        if y is None:
+            y = self._product(x)
         return y + self.bias.astype(y.dtype) if "bias" in self else y
 
     def _by_kernel(self, x: mx.array) -> Product | None:

@@ -50,6 +50,7 @@ class LoadReport:
         dtype: Type of the dense parameters in memory; None where each kept its own.
         n_trellis: Trellis layers in the artifact.
         n_fused: MLPs whose gate and up are one launch for few rows.
+        n_joined: Attentions whose queries, keys and values are.
         activations: What trellis kernels read of their inputs.
         n_expanded: Quantized layers, trellis or affine, that were turned into dense ones.
         kept_packed: Quantized layers that ``compute="expand"`` had to leave as they are.
@@ -62,6 +63,7 @@ class LoadReport:
     dtype: str | None
     n_trellis: int
     n_fused: int
+    n_joined: int
     activations: Activations
     n_expanded: int
     kept_packed: tuple[str, ...]
@@ -120,7 +122,7 @@ def load(
     dense_type = getattr(mx, dtype) if dtype else (mx.float32 if on_cpu else None)
     if dense_type is not None:
         _cast(model, dense_type, skip=specs)
-    n_fused, n_expanded, kept = 0, 0, tuple[str, ...]()
+    n_fused, n_joined, n_expanded, kept = 0, 0, 0, tuple[str, ...]()
     if compute == "expand":
         from tqtool.runtime.expand import expand_layers
 
@@ -133,8 +135,9 @@ def load(
         swap_prompt_layers(model)
     else:
         from tqtool.runtime.gated_mlp import fuse_gates
+        from tqtool.runtime.joint_products import join_projections
 
-        n_fused = fuse_gates(model)
+        n_fused, n_joined = fuse_gates(model), join_projections(model)
     mx.eval(model.parameters())
     report = LoadReport(
         path=folder,
@@ -142,6 +145,7 @@ def load(
         dtype=None if dense_type is None else str(dense_type).removeprefix("mlx.core."),
         n_trellis=len(specs),
         n_fused=n_fused,
+        n_joined=n_joined,
         activations=activations,
         n_expanded=n_expanded,
         kept_packed=kept,

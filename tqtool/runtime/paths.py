@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import mlx.nn as nn
 
 from tqtool.kernels.problem import Problem
+from tqtool.kernels.rules import MATVEC_ROWS
 from tqtool.runtime.gated_mlp import GatedMLP
 from tqtool.runtime.gpu_linear import KernelTrellisLinear, choose
+from tqtool.runtime.joint_products import NAMES, JointProducts
 from tqtool.runtime.stock_model import TrellisLinear
 
 
@@ -46,5 +48,10 @@ def _path(path: str, layer: TrellisLinear, mlp: GatedMLP | None, m: int) -> Laye
         choice = mlp.choice(problem)
         if choice.kernel is not None:
             return LayerPath(path, m, choice.path, choice.reason)
+    if isinstance(layer.joint, JointProducts):
+        joint = layer.joint
+        choice = joint.choice(Problem(spec=joint.spec, m=m, dtype="bfloat16", int8=joint.int8))
+        if choice.kernel is not None and m <= MATVEC_ROWS:
+            return LayerPath(path, m, choice.path, f"{choice.reason}, {' '.join(NAMES)} at once")
     choice = choose(layer.backend, Problem(spec=layer.kernel_spec, m=m, dtype="bfloat16", int8=layer.int8))
     return LayerPath(path, m, choice.path, choice.reason)
