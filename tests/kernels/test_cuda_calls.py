@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 from tqtool import native
 from tqtool.formats.trellis import spec_for
+from tqtool.kernels import cuda
 from tqtool.kernels.backend import Packed
 from tqtool.kernels.cuda import cuda_backend
 from tqtool.kernels.cuda_kernels import A100, H200, tile_blocks
@@ -81,3 +84,32 @@ def test_int8_takes_a_third_of_the_columns():
     assert [dict(launch.template)["LIMBS"] for launch in (full, rounded)] == [3, 1]
     assert rounded.threadgroup_bytes < full.threadgroup_bytes
     assert full.threadgroup_bytes <= H200.shared_bytes
+
+
+def test_mlx_gets_a_text_that_includes_ours(monkeypatch):
+    """Two lines at every call, in place of 16 KB; under a name that says all that the code depends on."""
+    made = []
+
+    def cuda_kernel(**options):
+        made.append(options)
+        return lambda **_: [mx.zeros((1,))]
+
+    monkeypatch.setattr(mx.fast, "cuda_kernel", cuda_kernel)
+    cuda._compiled.cache_clear()
+    arrays = [mx.zeros((1, 64), mx.float16), mx.zeros((1,), mx.uint32), mx.zeros((1,), mx.float16)]
+    for k, dtype in ((3, "float16"), (2, "float16"), (3, "float32")):
+        spec = spec_for(SHAPE, k=k, axis=1, tile=True)
+        arrays[0] = arrays[0].astype(getattr(mx, dtype))
+        run = cuda.on_device(cuda_backend(H200).call(Problem(spec=spec, m=1, dtype=dtype)))
+        run(arrays)
+        run(arrays)
+    cuda._compiled.cache_clear()
+    assert len(made) == 3  # once for each call that was made ready
+    assert len({options["name"] for options in made}) == 3
+    for options, (k, kind) in zip(made, ((3, "__half"), (2, "__half"), (3, "float")), strict=True):
+        files = [Path(re.fullmatch(r'#include "(.*)"\n', options[part]).group(1)) for part in ("header", "source")]
+        header, body = (file.read_text() for file in files)
+        assert "tq_tile(" in header
+        assert {f"using T = {kind};", f"constexpr int K = {k};", "constexpr int WHOLE = 1;"} <= set(body.splitlines())
+        assert body.rstrip().endswith("out);")
+        assert len(options["header"]) + len(options["source"]) < 400

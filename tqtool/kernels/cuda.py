@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import os
 import re
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -109,9 +111,14 @@ def included_texts(source: str, template: tuple[tuple[str, int | Dtype], ...]) -
 @lru_cache(maxsize=1)
 def _text_folder() -> Path:
     """Where texts lie while the process lives; MLX compiles each when it is first evaluated."""
-    folder = tempfile.TemporaryDirectory(prefix="tqtool-")
-    atexit.register(folder.cleanup)
-    return Path(folder.name)
+    folder, owner = Path(tempfile.mkdtemp(prefix="tqtool-")), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # not at the end of a fork's child
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
 
 
 def is_proven_here() -> bool:
