@@ -19,7 +19,8 @@ from tqtool.formats.hessians import InputMoments
 from tqtool.pipeline.calibrated import Hessians, capped, combine, reordered
 from tqtool.transform.apply import apply_folds
 from tqtool.transform.channels import LARGEST_SCALE, choose_channels, mlps, tame_outliers, with_channels
-from tqtool.transform.ops import Channels, FoldChannels, Op, OutputTensor, Role, TransformPlan, op_to_json
+from tqtool.transform.ops import Channels, FoldChannels, Op, Role, op_to_json
+from tqtool.transform.outputs import OutputTensor, TransformPlan
 from tqtool.transform.plan import plan_identity, plan_rotation
 
 FAMILIES = ["llama", "llama-biases", "qwen2", "qwen3", "gemma3_text"]

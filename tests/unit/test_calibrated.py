@@ -18,7 +18,8 @@ from tqtool.solve.gptq import GptqOptions
 from tqtool.solve.ldlq_coder import LdlqOptions
 from tqtool.solve.rtn import AffineRtn
 from tqtool.solve.trellis import TrellisOptions, TrellisPacked
-from tqtool.transform.ops import Channels, OutputTensor, Role
+from tqtool.transform.ops import Channels, Role
+from tqtool.transform.outputs import OutputTensor
 
 WIDTH = 37
 EPSILON = 2.0**-24

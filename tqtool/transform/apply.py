@@ -14,13 +14,13 @@ from tqtool.native import hadamard_transform
 from tqtool.transform.ops import (
     Fill,
     FoldChannels,
-    OutputTensor,
     RotateHeads,
     RotateInput,
     RotateOutput,
     Rotation,
     ScaleInput,
 )
+from tqtool.transform.outputs import OutputTensor
 
 Float = TypeVar("Float", np.float32, np.float64)
 Read = Callable[[str], NDArray[Any]]
@@ -39,7 +39,8 @@ def apply_folds(output: OutputTensor, read: Read, *, dtype: Any = np.float32) ->
 
     Args:
         output: The tensor wanted.
-        read: Source name to array of any float dtype; called for the tensor and for the norm gain it needs, if any.
+        read: Source name to array of any float dtype; called for the tensor and for the norm gain it needs, if any. Of
+            a source of which ``output`` takes some rows it may return these alone.
         dtype: float32, or float64 where exactness is at stake.
 
     Returns:
@@ -51,13 +52,20 @@ def apply_folds(output: OutputTensor, read: Read, *, dtype: Any = np.float32) ->
     """
     if output.ops and isinstance(output.ops[-1], Fill):
         return np.full(output.shape, output.ops[-1].value, dtype=dtype)
-    weight = _float_copy(output.source, read(output.source), output.shape, dtype)
+    weight = _float_copy(output.source_text, taken_rows(output, read(output.source)), output.shape, dtype)
     for op in output.ops:
         if isinstance(op, FoldChannels):
             weight = _reordered(op, weight)
         else:
             _fold(op, weight, read)
     return weight
+
+
+def taken_rows(output: OutputTensor, source: NDArray[Any]) -> NDArray[Any]:
+    """What ``output`` takes of its source: a view of its rows, or ``source`` itself where it is all or just them."""
+    if output.rows is None or source.shape == output.shape or source.ndim < 2:
+        return source
+    return source.reshape(-1, source.shape[-1])[slice(*output.rows)]
 
 
 def _reordered(op: FoldChannels, weight: NDArray[Any]) -> NDArray[Any]:

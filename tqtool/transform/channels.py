@@ -19,7 +19,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tqtool.transform.ops import Channels, FoldChannels, OutputTensor, Role, TransformPlan
+from tqtool.transform.ops import Channels, FoldChannels, Role
+from tqtool.transform.outputs import OutputTensor, TransformPlan
 
 MLP_ROLES = {Role.GATE, Role.UP, Role.DOWN}
 LARGEST_SCALE = 256.0

@@ -14,7 +14,8 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from tqtool.errors import SourceError
-from tqtool.transform.ops import DroppedTensor, OutputTensor, Role
+from tqtool.transform.ops import Role
+from tqtool.transform.outputs import DroppedTensor, OutputTensor
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -9,20 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tqtool.transform.families import identity_outputs, read_layout
-from tqtool.transform.ops import (
-    DroppedTensor,
-    Fill,
-    Op,
-    OutputTensor,
-    PlanRow,
-    Role,
-    RotateHeads,
-    RotateInput,
-    RotateOutput,
-    Rotation,
-    ScaleInput,
-    TransformPlan,
-)
+from tqtool.transform.ops import Fill, Op, Role, RotateHeads, RotateInput, RotateOutput, Rotation, ScaleInput
+from tqtool.transform.outputs import DroppedTensor, OutputTensor, PlanRow, TransformPlan
 from tqtool.transform.rotation import plan_rotation
 from tqtool.transform.select import select_family
 

@@ -14,17 +14,8 @@ from typing import Any
 from tqtool.mathx.hadamard import require_size
 from tqtool.mathx.signs import require_seed
 from tqtool.transform.families import EMBEDDING, HEAD, Layout, Parameter, Slot, read_layout
-from tqtool.transform.ops import (
-    Fill,
-    Op,
-    OutputTensor,
-    RotateHeads,
-    RotateInput,
-    RotateOutput,
-    Rotation,
-    ScaleInput,
-    TransformPlan,
-)
+from tqtool.transform.ops import Fill, Op, RotateHeads, RotateInput, RotateOutput, Rotation, ScaleInput
+from tqtool.transform.outputs import OutputTensor, TransformPlan
 from tqtool.transform.select import AUTO, select_rotation
 
 DEFAULT_SEED = 42
