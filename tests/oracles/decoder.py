@@ -1,7 +1,8 @@
 """A decoder-only transformer in float64 numpy, written out plainly: the judge of every fold.
 
 Covers llama, mistral, qwen2 (q/k/v bias), qwen3 (q/k norm), gemma3_text (norms after the blocks too, gains 1 + w,
-GELU, scaled embedding; no sliding window), grouped-query attention, explicit head_dim, tied and untied heads.
+GELU, scaled embedding; no sliding window), qwen3_moe and mixtral
+(``tests.oracles.experts``), grouped-query attention, explicit head_dim, tied and untied heads.
 Weights are ``[out, in]`` under Hugging Face names. Imports nothing of tqtool.
 """
 
@@ -11,6 +12,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tests.oracles import experts
 
 Weights = dict[str, NDArray[np.float64]]
 
@@ -30,9 +33,12 @@ def forward(weights: Weights, config: dict[str, Any], tokens: NDArray[np.int_]) 
         x = x + written
         before = "pre_feedforward" if is_gemma else "post_attention"
         normed = rms_norm(x, weights[f"{stem}.{before}_layernorm.weight"], config)
-        gate = linear(weights, f"{stem}.mlp.gate_proj", normed)
-        up = linear(weights, f"{stem}.mlp.up_proj", normed)
-        written = linear(weights, f"{stem}.mlp.down_proj", (gelu(gate) if is_gemma else silu(gate)) * up)
+        if experts.is_sparse(config, layer):
+            written = experts.block(weights, config, layer, normed)
+        else:
+            gate = linear(weights, f"{stem}.mlp.gate_proj", normed)
+            up = linear(weights, f"{stem}.mlp.up_proj", normed)
+            written = linear(weights, f"{stem}.mlp.down_proj", (gelu(gate) if is_gemma else silu(gate)) * up)
         if is_gemma:
             written = rms_norm(written, weights[f"{stem}.post_feedforward_layernorm.weight"], config)
         x = x + written
@@ -104,7 +110,7 @@ def random_config(model_type: str, *, tied: bool = True, **changes: Any) -> dict
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": tied,
     }
-    return config | changes
+    return config | (experts.config_of(model_type) if model_type in experts.BLOCKS else {}) | changes
 
 
 def random_weights(config: dict[str, Any], *, seed: int) -> Weights:
@@ -131,17 +137,23 @@ def random_weights(config: dict[str, Any], *, seed: int) -> Weights:
         if family == "gemma3_text":
             weights[f"{stem}.pre_feedforward_layernorm.weight"] = gain(hidden)
             weights[f"{stem}.post_feedforward_layernorm.weight"] = gain(hidden)
-        if family in ("qwen3", "gemma3_text"):
+        if family in ("qwen3", "qwen3_moe", "gemma3_text"):
             weights[f"{stem}.self_attn.q_norm.weight"] = gain(d)
             weights[f"{stem}.self_attn.k_norm.weight"] = gain(d)
+        mlp = (
+            ("mlp.gate_proj", inter, hidden, mlp_bias),
+            ("mlp.up_proj", inter, hidden, mlp_bias),
+            ("mlp.down_proj", hidden, inter, mlp_bias),
+        )
+        if experts.is_sparse(config, layer):
+            weights |= experts.random_experts(config, layer, rng)
+            mlp = ()
         for module, n_out, n_in, bias in (
             ("self_attn.q_proj", query, hidden, qkv_bias),
             ("self_attn.k_proj", key_value, hidden, qkv_bias),
             ("self_attn.v_proj", key_value, hidden, qkv_bias),
             ("self_attn.o_proj", hidden, query, attention_bias),
-            ("mlp.gate_proj", inter, hidden, mlp_bias),
-            ("mlp.up_proj", inter, hidden, mlp_bias),
-            ("mlp.down_proj", hidden, inter, mlp_bias),
+            *mlp,
         ):
             weights[f"{stem}.{module}.weight"] = heavy(n_out, n_in)
             if bias:

@@ -13,12 +13,12 @@ from tqtool.runtime.blas import ensure_blas
 from tqtool.transform.apply import apply_folds
 from tqtool.transform.plan import TransformPlan, plan_identity, plan_rotation
 
-MODULES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3_text"}
+MODULES = {"mistral": "llama"}
 
 
 def build(config: dict[str, Any]) -> Any:
     ensure_blas()
-    architecture = importlib.import_module(f"mlx_lm.models.{MODULES[config['model_type']]}")
+    architecture = importlib.import_module(f"mlx_lm.models.{MODULES.get(config['model_type'], config['model_type'])}")
     return architecture.Model(architecture.ModelArgs.from_dict(config))
 
 
@@ -26,7 +26,7 @@ def checkpoint(model_type: str, *, tied: bool, **changes: Any) -> tuple[dict[str
     config = random_config("qwen3" if model_type == "gemma3_text" else model_type, tied=tied, **changes)
     config["rope_theta"] = 10000.0
     config["max_position_embeddings"] = 512
-    if model_type == "qwen2":  # mlx-lm's qwen2 has no explicit head_dim
+    if model_type in ("qwen2", "mixtral"):  # mlx-lm's have no explicit head_dim
         config |= {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 12}
     shapes = {name: array.shape for name, array in random_weights(config, seed=0).items()}
     if model_type == "gemma3_text":
@@ -41,12 +41,15 @@ def check(plan: TransformPlan, config: dict[str, Any], *, tied: bool) -> None:
     import mlx.core as mx
     import mlx.nn as nn
     from mlx.utils import tree_flatten
+    from mlx_lm.models.switch_layers import SwitchLinear
 
     model = build(plan.updated_config(config))
     weights = {output.name: mx.zeros(output.shape) for output in plan.outputs}
     model.load_weights(list(model.sanitize(weights).items()), strict=True)
     assert sorted(weights) == sorted(name for name, _ in tree_flatten(model.parameters()))
-    quantizable = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
+    quantizable = {
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding | SwitchLinear)
+    }
     assert {output.module for output in plan.outputs if output.module} == quantizable
     assert ("lm_head" in quantizable) is not tied
 
@@ -60,8 +63,10 @@ def check(plan: TransformPlan, config: dict[str, Any], *, tied: bool) -> None:
         ("mistral", {}),
         ("qwen2", {}),
         ("qwen3", {}),
+        ("qwen3_moe", {}),
+        ("mixtral", {}),
     ],
-    ids=["llama", "llama-biases", "mistral", "qwen2", "qwen3"],
+    ids=["llama", "llama-biases", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"],
 )
 def test_plans_name_what_mlx_lm_has(model_type: str, changes: dict[str, Any], tied: bool) -> None:
     shapes, config = checkpoint(model_type, tied=tied, **changes)
@@ -74,7 +79,7 @@ def test_gemma3_identity() -> None:
     check(plan_identity(shapes, config), config, tied=True)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 def test_the_dense_oracle_is_mlx_lm_s_model(model_type: str) -> None:
     """The decoder that judges the folds computes what stock mlx-lm computes, before and after a fold."""
     ensure_blas()
@@ -83,12 +88,17 @@ def test_the_dense_oracle_is_mlx_lm_s_model(model_type: str) -> None:
     _, config = checkpoint(model_type, tied=True, **({"attention_bias": True} if model_type == "llama" else {}))
     weights = random_weights(config, seed=11)
     plan = plan_rotation({name: array.shape for name, array in weights.items()}, config)
-    folded = {output.name: apply_folds(output, weights.__getitem__) for output in plan.outputs}
+    folded = {
+        output.name: np.stack(parts) if output.parts else parts[0]
+        for output in plan.outputs
+        if (parts := [apply_folds(piece, weights.__getitem__) for piece in output.pieces])
+    }
     tokens = np.arange(20) * 7 % 50
     expected = forward(weights, config, tokens)
     for arrays, settings in ((weights, config), (folded, plan.updated_config(config))):
         model = build(settings)
-        model.load_weights([(name, mx.array(array.astype(np.float32))) for name, array in arrays.items()], strict=True)
+        loaded = {name: mx.array(array.astype(np.float32)) for name, array in arrays.items()}
+        model.load_weights(list(model.sanitize(loaded).items()), strict=True)
         found = np.array(model(mx.array(tokens)[None])[0])
         # float32 with three layers of heavy-tailed weights: about 2^-24 · 1000 of the largest logit.
         assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()

@@ -39,7 +39,7 @@ BIASED = {"attention_bias": True, "mlp_bias": True}
 
 
 def fold(weights: Weights, plan: TransformPlan) -> Weights:
-    return {output.name: apply_folds(output, weights.__getitem__, dtype=np.float64) for output in plan.outputs}
+    return {piece.name: apply_folds(piece, weights.__getitem__, dtype=np.float64) for piece in plan.pieces()}
 
 
 def shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
@@ -64,8 +64,10 @@ def logit_error(config: dict[str, Any], weights: Weights, plan: TransformPlan) -
         ("qwen2", {}),
         ("qwen3", {}),
         ("qwen3", {"attention_bias": True}),
+        ("qwen3_moe", {}),
+        ("mixtral", {}),
     ],
-    ids=["llama", "llama-biases", "mistral", "qwen2", "qwen3", "qwen3-biases"],
+    ids=["llama", "llama-biases", "mistral", "qwen2", "qwen3", "qwen3-biases", "qwen3_moe", "mixtral"],
 )
 def test_folded_logits_are_the_source_logits(model_type: str, changes: dict[str, Any], tied: bool) -> None:
     config = random_config(model_type, tied=tied, **changes)

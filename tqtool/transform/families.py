@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from tqtool.errors import SourceError
+from tqtool.transform.experts import STACKS, Experts, sources
 from tqtool.transform.ops import Role
 from tqtool.transform.outputs import DroppedTensor, OutputTensor
 
@@ -47,6 +48,7 @@ class Slot(StrEnum):
     GATE = "gate"
     UP = "up"
     DOWN = "down"
+    ROUTER = "router"
 
     @property
     def role(self) -> Role:
@@ -66,16 +68,18 @@ class Family:
         sandwich_norms: Gemma 3's four norms per layer.
         gain_offset: 1 where norms multiply by 1 + w, else 0.
         head_dim: head_dim if config.json does not say; None means hidden_size / num_attention_heads.
+        experts: The experts of its MLPs, or None.
         rotation_refusal: Why a residual rotation cannot be folded, or None.
     """
 
     model_type: str
-    qkv_bias: Literal["config", "always"] = "config"
+    qkv_bias: Literal["config", "always", "never"] = "config"
     mlp_bias: bool = False
     qk_norm: bool = False
     sandwich_norms: bool = False
     gain_offset: float = 0.0
     head_dim: int | None = None
+    experts: Experts | None = None
     rotation_refusal: str | None = None
 
 
@@ -86,6 +90,28 @@ FAMILIES: dict[str, Family] = {
         Family(model_type="mistral"),
         Family(model_type="qwen2", qkv_bias="always"),
         Family(model_type="qwen3", qk_norm=True, head_dim=128),
+        Family(
+            model_type="qwen3_moe",
+            qk_norm=True,
+            head_dim=128,
+            experts=Experts(
+                block="mlp",
+                names={Role.GATE: "gate_proj", Role.UP: "up_proj", Role.DOWN: "down_proj"},
+                count_key="num_experts",
+                width_key="moe_intermediate_size",
+                sparse_fields=True,
+            ),
+        ),
+        Family(
+            model_type="mixtral",
+            qkv_bias="never",
+            experts=Experts(
+                block="block_sparse_moe",
+                names={Role.GATE: "w1", Role.UP: "w3", Role.DOWN: "w2"},
+                count_key="num_local_experts",
+                width_key="intermediate_size",
+            ),
+        ),
         Family(
             model_type="gemma3_text",
             qk_norm=True,
@@ -120,16 +146,23 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One source tensor and its place."""
+    """One tensor of the model and its place; ``stack`` where it is a stack of experts."""
 
     name: str
     shape: tuple[int, ...]
     slot: Slot
     layer: int | None = None
     is_bias: bool = False
+    stack: OutputTensor | None = None
+
+    def sources(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of every source tensor that it claims."""
+        return sources(self.stack) if self.stack is not None else iter(((self.name, self.shape),))
 
     def output(self) -> OutputTensor:
         """The tensor passed through unchanged."""
+        if self.stack is not None:
+            return self.stack
         is_matrix = not self.is_bias and self.slot.role is not Role.NORM
         return OutputTensor(
             name=self.name,
@@ -171,7 +204,7 @@ def read_layout(family: Family, shapes: Mapping[str, tuple[int, ...]], config: M
             hint="config.json and the weights belong to different models",
         )
     is_tied = _is_tied(shapes, config)
-    parameters = tuple(_parameters(family, geometry, config, is_tied=is_tied))
+    parameters = tuple(_parameters(family, geometry, config, shapes, is_tied=is_tied))
     dropped = tuple(_dropped(shapes, is_tied=is_tied))
     _require_complete(family, shapes, parameters, dropped)
     # A missing flag is read as true by some loaders and as false by others; the artifact always says.
@@ -234,12 +267,21 @@ def _is_tied(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -
     return flag
 
 
-def _parameters(family: Family, geometry: Geometry, config: Mapping[str, Any], *, is_tied: bool) -> Iterator[Parameter]:
+def _parameters(
+    family: Family,
+    geometry: Geometry,
+    config: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    is_tied: bool,
+) -> Iterator[Parameter]:
     table_shape = (geometry.vocab, geometry.hidden)
     yield Parameter(name=EMBEDDING, shape=table_shape, slot=Slot.EMBEDDING)
     for layer in range(geometry.n_layers):
         yield from _layer_norms(family, geometry, layer)
         yield from _layer_linears(family, geometry, config, layer)
+        if family.experts is not None and family.experts.is_sparse(layer, config):
+            yield from _layer_experts(family.experts, geometry, config, shapes, layer)
     yield Parameter(name=FINAL_NORM, shape=(geometry.hidden,), slot=Slot.FINAL_NORM)
     if not is_tied:
         yield Parameter(name=HEAD, shape=table_shape, slot=Slot.HEAD)
@@ -268,20 +310,45 @@ def _layer_linears(family: Family, geometry: Geometry, config: Mapping[str, Any]
     attention_bias = family.qkv_bias == "config" and config.get("attention_bias", False)
     qkv_bias = family.qkv_bias == "always" or attention_bias
     mlp_bias = family.mlp_bias and config.get("mlp_bias", False)
-    linears = (
+    linears = [
         (Slot.Q, "self_attn.q_proj", query, geometry.hidden, qkv_bias),
         (Slot.K, "self_attn.k_proj", key_value, geometry.hidden, qkv_bias),
         (Slot.V, "self_attn.v_proj", key_value, geometry.hidden, qkv_bias),
         (Slot.O, "self_attn.o_proj", geometry.hidden, query, attention_bias),
-        (Slot.GATE, "mlp.gate_proj", geometry.intermediate, geometry.hidden, mlp_bias),
-        (Slot.UP, "mlp.up_proj", geometry.intermediate, geometry.hidden, mlp_bias),
-        (Slot.DOWN, "mlp.down_proj", geometry.hidden, geometry.intermediate, mlp_bias),
-    )
+    ]
+    if family.experts is None or not family.experts.is_sparse(layer, config):
+        linears += [
+            (Slot.GATE, "mlp.gate_proj", geometry.intermediate, geometry.hidden, mlp_bias),
+            (Slot.UP, "mlp.up_proj", geometry.intermediate, geometry.hidden, mlp_bias),
+            (Slot.DOWN, "mlp.down_proj", geometry.hidden, geometry.intermediate, mlp_bias),
+        ]
     for slot, module, n_out, n_in, has_bias in linears:
         stem = f"model.layers.{layer}.{module}"
         yield Parameter(name=f"{stem}.weight", shape=(n_out, n_in), slot=slot, layer=layer)
         if has_bias:
             yield Parameter(name=f"{stem}.bias", shape=(n_out,), slot=slot, layer=layer, is_bias=True)
+
+
+def _layer_experts(
+    experts: Experts,
+    geometry: Geometry,
+    config: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    layer: int,
+) -> Iterator[Parameter]:
+    count, width = _size(config, experts.count_key), _size(config, experts.width_key)
+    found = shapes.get(experts.stack_name(layer, Role.GATE), (len(shapes),))[0]
+    if count > found:  # before listing their tensors: the number may be absurd
+        raise SourceError(
+            f"config.json: {experts.count_key} {count}: the checkpoint has at most {found} experts in layer {layer}",
+            hint="config.json and the weights belong to different models",
+        )
+    router = f"{experts.router(layer)}.weight"
+    yield Parameter(name=router, shape=(count, geometry.hidden), slot=Slot.ROUTER, layer=layer)
+    for role in STACKS:
+        sides = (geometry.hidden, width) if role is Role.DOWN else (width, geometry.hidden)
+        stack = experts.stack(layer, role, (count, *sides), shapes)
+        yield Parameter(name=stack.name, shape=stack.shape, slot=Slot(role.value), layer=layer, stack=stack)
 
 
 def _dropped(shapes: Mapping[str, tuple[int, ...]], *, is_tied: bool) -> Iterator[DroppedTensor]:
@@ -298,13 +365,14 @@ def _require_complete(
     parameters: tuple[Parameter, ...],
     dropped: tuple[DroppedTensor, ...],
 ) -> None:
-    claimed = {parameter.name for parameter in parameters} | {drop.name for drop in dropped}
-    missing = [parameter.name for parameter in parameters if parameter.name not in shapes]
+    expected = dict(source for parameter in parameters for source in parameter.sources())
+    claimed = expected.keys() | {drop.name for drop in dropped}
+    missing = [name for name in expected if name not in shapes]
     leftover = [name for name in shapes if name not in claimed]
     wrong = [
-        f"{parameter.name}: expected {list(parameter.shape)}, found {list(shapes[parameter.name])}"
-        for parameter in parameters
-        if parameter.name in shapes and tuple(shapes[parameter.name]) != parameter.shape
+        f"{name}: expected {list(shape)}, found {list(shapes[name])}"
+        for name, shape in expected.items()
+        if name in shapes and tuple(shapes[name]) != shape
     ]
     problems = [
         f"{label}: {_listed(entries)}"

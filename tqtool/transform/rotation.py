@@ -107,8 +107,11 @@ class _Recipe:
 
     def fold(self, parameter: Parameter) -> OutputTensor:
         """The parameter with its folds."""
-        ops = self._bias_ops(parameter) if parameter.is_bias else self._weight_ops(parameter)
-        return replace(parameter.output(), ops=tuple(ops))
+        ops = tuple(self._bias_ops(parameter) if parameter.is_bias else self._weight_ops(parameter))
+        output = parameter.output()
+        if output.parts:  # every expert reads and writes the one residual stream
+            return replace(output, parts=tuple(replace(part, ops=ops) for part in output.parts))
+        return replace(output, ops=ops)
 
     def untied_head(self, layout: Layout) -> OutputTensor:
         """A head of its own, made from the embedding: it reads through the final gain, the embedding does not."""
@@ -126,7 +129,7 @@ class _Recipe:
                 yield from self._read_residual(parameter.layer, Slot.ATTENTION_NORM)
                 if parameter.slot is Slot.V:
                     yield RotateHeads(rotation=self._r2(parameter.layer), axis="output")
-            case Slot.GATE | Slot.UP:
+            case Slot.GATE | Slot.UP | Slot.ROUTER:
                 yield from self._read_residual(parameter.layer, Slot.MLP_NORM)
             case Slot.O:
                 yield RotateOutput(rotation=self.r1)
