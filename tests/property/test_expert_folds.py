@@ -23,11 +23,7 @@ def stacked(weights: Weights, plan: TransformPlan) -> Weights:
     """The same checkpoint in mlx-lm's spelling: a tensor for all experts of a layer."""
     taken = {part.source for output in plan.outputs for part in output.parts}
     rest = {name: array for name, array in weights.items() if name not in taken}
-    stacks = {
-        output.name: np.stack([weights[part.source] for part in output.parts])
-        for output in plan.outputs
-        if output.parts
-    }
+    stacks = [output for output in plan.outputs if output.parts]
     return rest | {stack.name: np.stack([weights[part.source] for part in stack.parts]) for stack in stacks}
 
 

@@ -51,7 +51,7 @@ MOST_SINK_WEIGHT = 1e6
 """Larger weights are refused: the damping, at least 1 % of the mean diagonal, grows with them and would outweigh all
 that ordinary rows add."""
 
-CALIBRATED_ROLES = frozenset({Role.Q, Role.K, Role.V, Role.O, Role.GATE, Role.UP, Role.DOWN, Role.HEAD})
+CALIBRATED_ROLES = frozenset({Role.Q, Role.K, Role.V, Role.O, Role.GATE, Role.UP, Role.DOWN, Role.ROUTER, Role.HEAD})
 """What a solver may take. A tied embedding is looked up too, where the head's Hessian says nothing: it is rounded."""
 
 
@@ -305,7 +305,10 @@ def calibrated_affine(
             raise UserError(
                 f"GPTQ is for affine modules; {output.module} is {plain.mode}", hint="--method rtn, or --bits"
             )
-        if hessians.has(output):
+        for piece in output.pieces:
+            if not hessians.has(piece):
+                notes[piece.name] = ("rounded to nearest: nothing to calibrate it on",)
+                continue
             # The searched grid ends at 0.6 times the proxy loss of mx.quantize's, in a third of act-order's time.
             options = GptqOptions(
                 bits=plain.bits,
@@ -314,7 +317,5 @@ def calibrated_affine(
                 grid="search",
                 dampings=dampings_of(output),
             )
-            result[output.name] = CalibratedAffine(options=options, width=output.shape[-1], hessians=hessians)
-        else:
-            notes[output.name] = ("rounded to nearest: nothing to calibrate it on",)
+            result[piece.name] = CalibratedAffine(options=options, width=piece.shape[-1], hessians=hessians)
     return result, notes

@@ -122,8 +122,11 @@ def coded_modules(transform: TransformPlan, modules: Sequence[str], rules: Seque
     Raises:
         UserError: a glob matches nothing or an embedding, or nothing is left to code.
     """
+    # A router decides which weights are used at all, and is small: it is never coded.
     linears = [
-        output for output in transform.outputs if output.module is not None and output.role is not Role.EMBEDDING
+        output
+        for output in transform.outputs
+        if output.module is not None and output.role not in (Role.EMBEDDING, Role.ROUTER)
     ]
     chosen: set[str] = set()
     for pattern in modules:
@@ -188,13 +191,13 @@ def fold_channels(
         raise UserError("--fold-channels needs --ldlq: the order comes from the Hessians")
     ordered: dict[str, Channels] = {}
     kept: dict[str, Channels | None] = {}
-    for path, module, norms in _columns(checkpoint, transform, coded):
-        if not hessians.has(transform.output(f"{module}.weight")):
+    for path, down, norms in _columns(checkpoint, transform, coded):
+        if not hessians.has(down):
             continue
-        if hessians.is_massive(module):
+        if hessians.is_massive(str(down.module)):
             kept[path] = tame_outliers(norms)
         else:
-            ordered[path] = choose_channels(norms, hessians.curvature(module))
+            ordered[path] = choose_channels(norms, hessians.curvature(str(down.module)))
     if not ordered:
         raise UserError(
             "--fold-channels does nothing: no down_proj is coded under a Hessian without massive sinks",
@@ -227,13 +230,14 @@ def tame_columns(
 
 def _columns(
     checkpoint: Checkpoint, transform: TransformPlan, coded: Sequence[OutputTensor]
-) -> Iterator[tuple[str, str, NDArray[np.float64]]]:
-    """Path of each MLP whose down_proj is coded, down_proj's module, norms of its columns, which rotations keep."""
-    names = {output.name for output in coded}
+) -> Iterator[tuple[str, OutputTensor, NDArray[np.float64]]]:
+    """Path of each MLP whose down_proj is coded, down_proj, norms of its columns, which rotations keep."""
+    names = {piece.name for output in coded for piece in output.pieces}
     for path, down in mlps(transform).items():
         if down.name in names:
-            weight = np.asarray(checkpoint.tensors[down.source].read(), np.float32)
-            yield path, str(down.module), np.sqrt(np.einsum("oc,oc->c", weight, weight, dtype=np.float64))
+            ref = checkpoint.tensors[down.source]
+            weight = np.asarray(ref.read() if down.rows is None else ref.read_flat_rows(*down.rows), np.float32)
+            yield path, down, np.sqrt(np.einsum("oc,oc->c", weight, weight, dtype=np.float64))
 
 
 def _by_down(transform: TransformPlan, found: Mapping[str, Channels]) -> dict[str, Channels]:
@@ -246,8 +250,8 @@ def packed_config(coded: Sequence[OutputTensor], quantizers: Mapping[str, Quanti
     for output in coded:
         quantizer = quantizers[output.name]
         if isinstance(quantizer, TrellisPacked) and output.module is not None:
-            spec: TrellisSpec = quantizer.spec(output.shape, output.name)
-            modules[output.module] = spec.to_config()
+            spec: TrellisSpec = quantizer.spec(output.pieces[0].shape, output.name)
+            modules[output.module] = replace(spec, experts=len(output.parts)).to_config()
     return {"trellis": {"format_version": FORMAT_VERSION, "modules": modules}, "model_file": MODEL_FILE}
 
 

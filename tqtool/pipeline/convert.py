@@ -19,7 +19,7 @@ from tqtool.pipeline.affine_mix import AffineMix, affine_mix, candidate_packings
 from tqtool.pipeline.allocation import basis_notes
 from tqtool.pipeline.calibrated import SINK_WEIGHT, calibrated_affine, open_hessians
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
-from tqtool.pipeline.rules import Choices, Dense, Packed, Rule, Setting, resolve
+from tqtool.pipeline.rules import Choices, Dense, Packed, Rule, Setting, resolve, router_rules
 from tqtool.solve.rtn import AffineRtn
 from tqtool.source.checkpoint import Checkpoint, open_checkpoint
 from tqtool.transform.plan import OutputTensor, Role, TransformPlan, plan_identity, plan_rotation
@@ -95,11 +95,12 @@ def plan_convert(request: ConvertRequest) -> Job:
         basis = basis_notes(request.sensitivity, checkpoint, transform, is_trellis=False)
     default: Setting = request.packing or Dense()
     target = StoredDtype(checkpoint, request.dtype)
-    rules = (*head_rules(transform, request), *request.rules)
+    defaults = (*head_rules(transform, request), *router_rules(transform, request.packing))
+    rules = (*defaults, *request.rules)
     choices = resolve(transform.outputs, default=default, rules=rules, dtype_of=target.of)
     mixed = _mixed(request, transform, choices, target)
     if mixed is not None:
-        rules = (*head_rules(transform, request), *mixed.rules, *request.rules)
+        rules = (*defaults, *mixed.rules, *request.rules)
         choices = resolve(transform.outputs, default=default, rules=rules, dtype_of=target.of)
     _require_packed(request, transform, choices)
     choices, calibration = _calibrated(request, checkpoint, transform, choices)
@@ -217,7 +218,7 @@ class StoredDtype:
 
     def of(self, output: OutputTensor) -> DType:
         """Dtype of ``output``; integers keep theirs, float64 becomes float32 (MLX has none on the GPU)."""
-        own = self._checkpoint.tensors[output.source].dtype
+        own = self._checkpoint.tensors[output.pieces[0].source].dtype
         if not own.is_float:
             return own
         if self._whole is not None:

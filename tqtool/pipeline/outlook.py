@@ -194,13 +194,14 @@ def _tensor_rows(packed: Job | None, rotated: Job | None, coded: Job | None) -> 
     folds = {} if rotated is None else {row.tensor: product_text(row.folds) or "as is" for row in rotated.plan.rows}
     codes = {} if coded is None else {row.tensor: row.quantizer for row in coded.plan.rows}
     rows = {
-        row.source: TensorOutlook(
+        piece.source: TensorOutlook(
             role=row.role,
             convert=row.quantizer,
             rotate=folds.get(row.tensor, ""),
             trellis=codes.get(row.tensor, ""),
         )
-        for row in packed.plan.rows
+        for row, work in zip(packed.plan.rows, packed.works, strict=True)
+        for piece in work.output.pieces
     }
     left_out = TensorOutlook(role="left out", convert="", rotate="", trellis="")
     return {**rows, **{drop.name: left_out for drop in packed.transform.dropped}}
@@ -211,10 +212,10 @@ def _padding(coded: Job) -> tuple[PaddingRow, ...]:
     kinds: Counter[tuple[str, TrellisSpec]] = Counter()
     for work in coded.works:
         if isinstance(work.quantizer, TrellisPacked) and work.output.module is not None:
-            spec = work.quantizer.spec(work.output.shape, work.output.name)
+            spec = work.quantizer.spec(work.pieces[0].output.shape, work.output.name)
             tiles = spec_for(spec.weight_shape, k=spec.k, axis=1, window=spec.window, code=spec.code, tile=True)
             for stored in dict.fromkeys((spec, tiles)):
-                kinds[_LAYER.sub(".*.", work.output.module), stored] += 1
+                kinds[_LAYER.sub(".*.", work.output.module), stored] += len(work.pieces)
     return tuple(
         PaddingRow(
             pattern=pattern,
