@@ -47,6 +47,10 @@ FIRST_DAMPING_DOWN = 0.3
 their correlations: at GPTQ's usual 0.01 a down_proj of SmolLM2 errs 1.15-1.2 times as much on other text as at 0.3, on
 16 384 tokens less up to 1.5 times. The inputs of other layers, behind a norm, want 0.03-0.1."""
 
+WIDER_SHARE = 0.25
+"""What all tokens of a layer count for beside those that one expert read, in rows for each input: an expert of 2048
+inputs that read 512 tokens is solved under the mean of both. One that read none is solved under theirs alone."""
+
 MOST_SINK_WEIGHT = 1e6
 """Larger weights are refused: the damping, at least 1 % of the mean diagonal, grows with them and would outweigh all
 that ordinary rows add."""
@@ -65,14 +69,27 @@ class Hessians:
     """Modules whose inputs are reordered: their statistics are handed out in the new order."""
 
     def has(self, output: OutputTensor) -> bool:
-        """True when ``output`` may be solved under a Hessian and there is one."""
+        """True when ``output`` may be solved under a Hessian and there is one.
+
+        An expert that no token was sent to has one if the tokens that could have been are known: for gate and up.
+        """
         if output.module is None or output.role not in CALIBRATED_ROLES:
             return False
-        return self.calibration.info.input_of(output.module) is not None
+        record = self.calibration.info.input_of(output.module)
+        return record is not None and (record.rows + record.sinks > 0 or record.wider is not None)
+
+    def notes(self, output: OutputTensor) -> tuple[str, ...]:
+        """What to say of a module that has a Hessian, but not one of its own."""
+        record = None if output.module is None else self.calibration.info.input_of(output.module)
+        if record is None or record.rows + record.sinks or record.wider is None:
+            return ()
+        return ("no token was sent to it: calibrated on all tokens of its layer",)
 
     def moments(self, module: str) -> InputMoments:
         """What was stored for ``module``; ArtifactError if it is not there or damaged."""
-        moments = self.calibration.moments(module)
+        record, moments = self.calibration.info.input_of(module), self.calibration.moments(module)
+        if record is not None and record.wider is not None:
+            moments = blended(moments, self.calibration.moments(record.wider))
         if moments is None:
             raise ArtifactError(f"{self.calibration.folder}: no moments of {module}", hint="calibrate again")
         channels = self.channels.get(module)
@@ -102,7 +119,8 @@ class Hessians:
         info = self.calibration.info
         record = info.input_of(module)
         assert record is not None, "asked for modules that have one"
-        return {"file_sha256": info.files[record.file], "input": record.key, "sink_weight": self.sink_weight}
+        facts = {"file_sha256": info.files[record.file], "input": record.key, "sink_weight": self.sink_weight}
+        return facts if record.wider is None else facts | {"wider": record.wider, "wider_share": WIDER_SHARE}
 
     def to_json(self) -> dict[str, Any]:
         """What the manifest records."""
@@ -117,6 +135,18 @@ def dampings_of(output: OutputTensor) -> tuple[float, ...]:
     return tuple(damping for damping in DAMPINGS if damping >= first)
 
 
+def blended(own: InputMoments | None, wider: InputMoments | None) -> InputMoments | None:
+    """What one expert read, and beside it, for ``WIDER_SHARE`` rows an input, what all tokens of the layer bring.
+
+    Few rows do not span their space, and an expert will read tokens unlike those it read here.
+    """
+    if own is None or wider is None:
+        return own if wider is None else wider
+    share = WIDER_SHARE * len(own.matrix)
+    matrix = (own.rows * own.matrix + np.float32(share) * wider.matrix) / np.float32(own.rows + share)
+    return InputMoments(matrix=matrix.astype(np.float32), sinks=own.sinks, rows=own.rows + round(share))
+
+
 def capped(moments: InputMoments) -> InputMoments:
     """Sinks at most ``LONGEST_SINK`` times as long as an ordinary row (root of the mean energy).
 
@@ -124,6 +154,8 @@ def capped(moments: InputMoments) -> InputMoments:
     full size it is all that H knows, and the solver gives up on every other token. But where it is that long the layer
     makes the massive activation that all later layers see, normalized, at that token: not to be spoiled either.
     """
+    if not moments.rows:  # an expert that reads nothing else
+        return moments
     largest = _energy_of(LONGEST_SINK, moments)
     factor = np.sqrt(largest / np.maximum(_energies(moments), max(largest, np.finfo(np.float64).tiny)))
     return replace(moments, sinks=(moments.sinks * factor[:, None]).astype(np.float32))
@@ -317,5 +349,7 @@ def calibrated_affine(
                 grid="search",
                 dampings=dampings_of(output),
             )
+            if lines := hessians.notes(piece):
+                notes[piece.name] = lines
             result[piece.name] = CalibratedAffine(options=options, width=piece.shape[-1], hessians=hessians)
     return result, notes

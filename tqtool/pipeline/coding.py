@@ -168,7 +168,8 @@ def encoder_of(output: OutputTensor, hessians: Hessians | None) -> tuple[Encoder
         return PlainEncoder(), ()
     if not hessians.has(output):
         return PlainEncoder(), ("coded without feedback: nothing to calibrate it on",)
-    return LdlqEncoder(width=output.shape[-1], hessians=hessians, dampings=dampings_of(output)), ()
+    encoder = LdlqEncoder(width=output.shape[-1], hessians=hessians, dampings=dampings_of(output))
+    return encoder, hessians.notes(output)
 
 
 def fold_channels(
