@@ -58,6 +58,10 @@ def routes(
     return found
 
 
+def read(module: str, row: NDArray[np.float64]) -> None:
+    """Called with every row that a module of the block reads; tests put a recorder here."""
+
+
 def block(weights: Weights, config: dict[str, Any], layer: int, x: NDArray[np.float64]) -> NDArray[np.float64]:
     """What the experts of ``layer`` make of ``x [T, hidden]``."""
     kind = config["model_type"]
@@ -65,9 +69,13 @@ def block(weights: Weights, config: dict[str, Any], layer: int, x: NDArray[np.fl
     out = np.zeros_like(x)
     for token, row in enumerate(routes(weights, config, layer, x)):
         for expert, share in row:
-            gate, up, down = (weights[f"{stem}.{expert}.{name}.weight"] for name in NAMES[kind])
+            modules = [f"{stem}.{expert}.{name}" for name in NAMES[kind]]
+            gate, up, down = (weights[f"{module}.weight"] for module in modules)
             inner = gate @ x[token]
-            out[token] += share * (down @ (inner / (1 + np.exp(-inner)) * (up @ x[token])))
+            inner = inner / (1 + np.exp(-inner)) * (up @ x[token])
+            for module, row in zip(modules, (x[token], x[token], inner), strict=True):
+                read(module, row)
+            out[token] += share * (down @ inner)
     return out
 
 

@@ -173,7 +173,15 @@ def _verb_row(verb: str, job: Job, checkpoint: Checkpoint) -> VerbRow:
     folded = sum(1 for row in plan.rows if row.folds)
     if folded:
         parts.append(f"{plan.transform} folds {folded}")
-    parts += [f"adds {row.tensor}" for row in plan.rows if row.tensor not in checkpoint.tensors]
+    parts += [
+        f"adds {work.output.name}"
+        for work in job.works
+        if not work.parts and work.output.name not in checkpoint.tensors
+    ]
+    stacks = [work for work in job.works if work.parts and work.parts[0].output.rows is None]
+    if stacks:
+        experts = sum(len(work.parts) for work in stacks)
+        parts.append(f"stacks {experts} expert matrices into {len(stacks)} tensors")
     parts += [f"leaves out {drop.name} ({drop.reason})" for drop in job.transform.dropped]
     parts += [f"{count} {note}" for note, count in Counter(note for row in plan.rows for note in row.notes).items()]
     totals = plan.totals
