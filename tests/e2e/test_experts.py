@@ -103,7 +103,9 @@ def test_gptq_solves_each_expert_under_its_own_hessian(work, tmp_path):
     found = {part: stored.read(f"{stack.module}.{part}") for part in ("weight", "scales", "biases")}
     for index, part in enumerate(stack.parts):
         weight = apply_folds(part, lambda name: checkpoint.tensors[name].read())
-        options = GptqOptions(bits=4, group_size=64, dtype=DType.BF16, grid="search", dampings=dampings_of(stack))
+        options = GptqOptions(
+            bits=4, group_size=64, dtype=DType.BF16, grid="search", dampings=dampings_of(part, hessians.rows(part))
+        )
         hessian = hessians.hessian(hessians.moments(str(part.module)))
         alone = AffineGptq(options=options, hessian=hessian).run(part.name, weight).tensors
         for name, array in zip(found, alone.values(), strict=True):

@@ -46,6 +46,9 @@ FIRST_DAMPING_DOWN = 0.3
 """Where the solvers begin to damp. An MLP's inner activations are so heavy-tailed that 32 768 tokens do not settle
 their correlations: at GPTQ's usual 0.01 a down_proj of SmolLM2 errs 1.15-1.2 times as much on other text as at 0.3, on
 16 384 tokens less up to 1.5 times. The inputs of other layers, behind a norm, want 0.03-0.1."""
+FIRST_DAMPING_FEW = 1.0
+"""The same for a down_proj that read fewer rows than it has inputs, as an expert's may: at 0.3 it errs up to 1.17 times
+as much on other tokens of its kind, and where those differ most it errs more than rounding (docs/log.md)."""
 
 WIDER_SHARE = 0.25
 """What all tokens of a layer count for beside those that one expert read, in rows for each input: an expert of 2048
@@ -77,6 +80,11 @@ class Hessians:
             return False
         record = self.calibration.info.input_of(output.module)
         return record is not None and (record.rows + record.sinks > 0 or record.wider is not None)
+
+    def rows(self, output: OutputTensor) -> int:
+        """Ordinary rows that ``output`` itself read."""
+        record = None if output.module is None else self.calibration.info.input_of(output.module)
+        return 0 if record is None else record.rows
 
     def notes(self, output: OutputTensor) -> tuple[str, ...]:
         """What to say of a module that has a Hessian, but not one of its own."""
@@ -129,9 +137,11 @@ class Hessians:
         return {"sha256": info.content_sha256(), "text": text, "sink_weight": self.sink_weight}
 
 
-def dampings_of(output: OutputTensor) -> tuple[float, ...]:
-    """Dampings to try for a module, in order."""
-    first = FIRST_DAMPING_DOWN if output.role is Role.DOWN else FIRST_DAMPING
+def dampings_of(output: OutputTensor, rows: int) -> tuple[float, ...]:
+    """Dampings to try for a module whose Hessian is of ``rows`` rows, in order."""
+    first = FIRST_DAMPING
+    if output.role is Role.DOWN:
+        first = FIRST_DAMPING_DOWN if rows >= output.shape[-1] else FIRST_DAMPING_FEW
     return tuple(damping for damping in DAMPINGS if damping >= first)
 
 
@@ -347,7 +357,7 @@ def calibrated_affine(
                 group_size=plain.group_size,
                 dtype=plain.dtype,
                 grid="search",
-                dampings=dampings_of(output),
+                dampings=dampings_of(piece, hessians.rows(piece)),
             )
             if lines := hessians.notes(piece):
                 notes[piece.name] = lines

@@ -168,7 +168,9 @@ def encoder_of(output: OutputTensor, hessians: Hessians | None) -> tuple[Encoder
         return PlainEncoder(), ()
     if not hessians.has(output):
         return PlainEncoder(), ("coded without feedback: nothing to calibrate it on",)
-    encoder = LdlqEncoder(width=output.shape[-1], hessians=hessians, dampings=dampings_of(output))
+    encoder = LdlqEncoder(
+        width=output.shape[-1], hessians=hessians, dampings=dampings_of(output, hessians.rows(output))
+    )
     return encoder, hessians.notes(output)
 
 

@@ -31,10 +31,11 @@ from tqtool.solve.quantizer import QuantResult, Reusable
 from tqtool.source.checkpoint import TensorRef
 from tqtool.transform.ops import ScaleInput, op_to_json
 
-KEY_VERSION = 2
+KEY_VERSION = 3
 """Raise it when equal facts give other bytes than before: a solver's rule, or how Hessians are weighted, changed.
 
 2: sinks shortened before they are weighted, dampings by role, outlier columns tamed.
+3: dampings by rows too.
 """
 
 

@@ -27,9 +27,12 @@ _MLX_LM_ALIASES: Final = {
     "xverse": "llama",
 }
 # These have SwiGLU built in, whatever hidden_act says.
-_SWIGLU: Final = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_SWIGLU: Final = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"})
 # These attend to everything: mistral runs as llama, which slides only where layer_types says so.
-_NO_SLIDING: Final = frozenset({"mistral", "qwen2", "qwen3"})
+_NO_SLIDING: Final = frozenset({"mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"})
+# These rotate by rope_theta alone.
+_NO_ROPE_SCALING: Final = frozenset({"qwen3_moe", "mixtral"})
+_NO_ATTENTION_BIAS: Final = frozenset({"qwen3", "qwen3_moe"})
 
 
 def refuse_unservable(folder: Path, config: Mapping[str, Any]) -> None:
@@ -42,10 +45,18 @@ def refuse_unservable(folder: Path, config: Mapping[str, Any]) -> None:
             f"{folder}: config.json has model_file {config['model_file']!r}: the model brings its own code",
             hint="tqtool runs no code from model folders; remove model_file if mlx-lm has the architecture itself",
         )
-    if config.get("model_type") == "qwen3" and config.get("attention_bias"):
+    kind = config.get("model_type")
+    if kind in _NO_ATTENTION_BIAS and config.get("attention_bias"):
         raise SourceError(
-            f"{folder}: config.json has attention_bias true; mlx-lm's qwen3 has no attention biases and would refuse "
+            f"{folder}: config.json has attention_bias true; mlx-lm's {kind} has no attention biases and would refuse "
             f"the result",
+            hint="nothing can load this model in mlx-lm yet",
+        )
+    hidden, heads, head_dim = (config.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
+    if kind == "mixtral" and head_dim is not None and hidden and heads and head_dim != hidden // heads:
+        raise SourceError(
+            f"{folder}: config.json has head_dim {head_dim}; mlx-lm's mixtral knows none but hidden_size / "
+            f"num_attention_heads, {hidden // heads}, and would refuse the result",
             hint="nothing can load this model in mlx-lm yet",
         )
 
@@ -81,4 +92,9 @@ def behaviour_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
     slides = part.get("use_sliding_window", kind == "mistral")
     if kind in _NO_SLIDING and window and slides:
         warnings.append(f"sliding_window is {window}; mlx-lm's {kind} attends to all, longer texts come out different")
+    scaling = part.get("rope_scaling")
+    if kind in _NO_ROPE_SCALING and scaling:
+        warnings.append(
+            f"rope_scaling is set; mlx-lm's {kind} ignores it, texts beyond the trained length come out wrong"
+        )
     return tuple(warnings)
