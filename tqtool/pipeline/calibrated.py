@@ -51,7 +51,9 @@ MOST_SINK_WEIGHT = 1e6
 """Larger weights are refused: the damping, at least 1 % of the mean diagonal, grows with them and would outweigh all
 that ordinary rows add."""
 
-CALIBRATED_ROLES = frozenset({Role.Q, Role.K, Role.V, Role.O, Role.GATE, Role.UP, Role.DOWN, Role.HEAD})
+CALIBRATED_ROLES = frozenset(
+    {Role.QKV, Role.Q, Role.K, Role.V, Role.O, Role.GATE_UP, Role.GATE, Role.UP, Role.DOWN, Role.HEAD}
+)
 """What a solver may take. A tied embedding is looked up too, where the head's Hessian says nothing: it is rounded."""
 
 

@@ -24,6 +24,10 @@ POST_NORM_REFUSAL = (
     "it normalizes what attention and MLP write before adding it to the residual stream (post-norms); "
     "that gain acts per channel on a writer's output, so a residual rotation cannot pass through it"
 )
+LAYER_NORM_REFUSAL = (
+    "its norms are LayerNorms, which subtract the mean over channels; a rotation keeps lengths and not means, and the "
+    "weights that write the residual stream are not centred, which would make RMSNorms of them"
+)
 
 # Precomputed position tables of old exports: a function of config.json, which every loader recomputes.
 _ROTARY_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -39,10 +43,12 @@ class Slot(StrEnum):
     ATTENTION_NORM = "attention_norm"  # read by q, k, v
     MLP_NORM = "mlp_norm"  # read by gate, up
     INNER_NORM = "inner_norm"  # in head space, or a post-norm: never folded
+    QKV = "qkv"  # rows of q, then k, then v
     Q = "q"
     K = "k"
     V = "v"
     O = "o"  # noqa: E741 - the projection's usual name
+    GATE_UP = "gate_up"  # rows of gate, then of up
     GATE = "gate"
     UP = "up"
     DOWN = "down"
@@ -60,6 +66,7 @@ class Family:
     Attributes:
         model_type: ``model_type`` in config.json.
         qkv_bias: Whether q, k, v have a bias; ``"config"`` reads ``attention_bias``, which then covers o_proj too.
+        is_fused: q, k and v are one projection, and so are gate and up.
         mlp_bias: Whether ``mlp_bias`` in config.json is honoured.
         qk_norm: q_norm and k_norm, gains of ``[head_dim]``.
         sandwich_norms: Gemma 3's four norms per layer.
@@ -69,7 +76,8 @@ class Family:
     """
 
     model_type: str
-    qkv_bias: Literal["config", "always"] = "config"
+    qkv_bias: Literal["config", "always", "never"] = "config"
+    is_fused: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     sandwich_norms: bool = False
@@ -83,6 +91,9 @@ FAMILIES: dict[str, Family] = {
     for family in (
         Family(model_type="llama", mlp_bias=True),
         Family(model_type="mistral"),
+        Family(model_type="smollm3", mlp_bias=True),  # llama; which layers rotate their heads is no fold's business
+        Family(model_type="granite", mlp_bias=True),  # llama; its four multipliers are scalars: R passes through
+        Family(model_type="phi3", qkv_bias="never", is_fused=True),
         Family(model_type="qwen2", qkv_bias="always"),
         Family(model_type="qwen3", qk_norm=True, head_dim=128),
         Family(
@@ -98,9 +109,10 @@ FAMILIES: dict[str, Family] = {
 
 # Cannot be rotated, and their tensors are not planned yet either: the refusal still names the reason.
 REFUSED_ROTATION: dict[str, str] = {
-    "gemma2": POST_NORM_REFUSAL,
-    "gemma3": POST_NORM_REFUSAL,
-    "olmo2": POST_NORM_REFUSAL,
+    **dict.fromkeys(("gemma2", "gemma3", "gemma3n", "gemma4", "gemma4_text"), POST_NORM_REFUSAL),
+    **dict.fromkeys(("olmo2", "olmo3", "exaone4", "glm4"), POST_NORM_REFUSAL),
+    # cohere and phi run attention and MLP side by side, which alone would not matter.
+    **dict.fromkeys(("cohere", "cohere2", "phi", "starcoder2", "stablelm", "gpt_neox", "gpt2"), LAYER_NORM_REFUSAL),
 }
 
 
@@ -267,14 +279,24 @@ def _layer_linears(family: Family, geometry: Geometry, config: Mapping[str, Any]
     attention_bias = family.qkv_bias == "config" and config.get("attention_bias", False)
     qkv_bias = family.qkv_bias == "always" or attention_bias
     mlp_bias = family.mlp_bias and config.get("mlp_bias", False)
+    hidden, inner = geometry.hidden, geometry.intermediate
+    into_attention: tuple[tuple[Slot, str, int, int, bool], ...] = (
+        (Slot.Q, "self_attn.q_proj", query, hidden, qkv_bias),
+        (Slot.K, "self_attn.k_proj", key_value, hidden, qkv_bias),
+        (Slot.V, "self_attn.v_proj", key_value, hidden, qkv_bias),
+    )
+    into_mlp: tuple[tuple[Slot, str, int, int, bool], ...] = (
+        (Slot.GATE, "mlp.gate_proj", inner, hidden, mlp_bias),
+        (Slot.UP, "mlp.up_proj", inner, hidden, mlp_bias),
+    )
+    if family.is_fused:
+        into_attention = ((Slot.QKV, "self_attn.qkv_proj", query + 2 * key_value, hidden, qkv_bias),)
+        into_mlp = ((Slot.GATE_UP, "mlp.gate_up_proj", 2 * inner, hidden, mlp_bias),)
     linears = (
-        (Slot.Q, "self_attn.q_proj", query, geometry.hidden, qkv_bias),
-        (Slot.K, "self_attn.k_proj", key_value, geometry.hidden, qkv_bias),
-        (Slot.V, "self_attn.v_proj", key_value, geometry.hidden, qkv_bias),
-        (Slot.O, "self_attn.o_proj", geometry.hidden, query, attention_bias),
-        (Slot.GATE, "mlp.gate_proj", geometry.intermediate, geometry.hidden, mlp_bias),
-        (Slot.UP, "mlp.up_proj", geometry.intermediate, geometry.hidden, mlp_bias),
-        (Slot.DOWN, "mlp.down_proj", geometry.hidden, geometry.intermediate, mlp_bias),
+        *into_attention,
+        (Slot.O, "self_attn.o_proj", hidden, query, attention_bias),
+        *into_mlp,
+        (Slot.DOWN, "mlp.down_proj", hidden, inner, mlp_bias),
     )
     for slot, module, n_out, n_in, has_bias in linears:
         stem = f"model.layers.{layer}.{module}"

@@ -12,6 +12,7 @@ from tqtool.transform.families import identity_outputs, read_layout
 from tqtool.transform.ops import (
     DroppedTensor,
     Fill,
+    OnRows,
     Op,
     OutputTensor,
     PlanRow,
@@ -29,6 +30,7 @@ from tqtool.transform.select import select_family
 __all__ = [
     "DroppedTensor",
     "Fill",
+    "OnRows",
     "Op",
     "OutputTensor",
     "PlanRow",
