@@ -1,0 +1,67 @@
+"""Every family by construction: a small random model of the true architecture, folded, judged by both stacks.
+
+transformers' own model in float64 says that the fold changes nothing; transformers and stock mlx-lm on the files that
+``convert`` writes say that config and names do not either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.family_parity import exact_error, mean_kl, mlx_logits, rotation_of, transformers_logits
+from tests.support.tiny_families import CASES, write_family
+from tqtool.errors import UserError
+from tqtool.formats.dtypes import DType
+from tqtool.pipeline.convert import ConvertRequest, plan_convert
+from tqtool.transform.families import FAMILIES
+from tqtool.transform.plan import OnRows, RotateHeads
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+EXACT = 1e-10
+ROTATED = [name for name, case in CASES.items() if FAMILIES[case.model_type].rotation_refusal is None]
+REFUSED = [name for name in CASES if name not in ROTATED]
+
+
+@pytest.mark.parametrize("name", ROTATED)
+def test_folded_is_exact_in_float64(name: str) -> None:
+    assert exact_error(CASES[name]) < EXACT
+
+
+@pytest.mark.parametrize("name", ROTATED)
+def test_one_missing_rotation_shows(name: str) -> None:
+    plan = rotation_of(CASES[name])
+    outputs = tuple(
+        replace(output, ops=tuple(op for op in output.ops if not isinstance(op, RotateHeads | OnRows)))
+        if output.name.startswith("model.layers.1.self_attn.") and not output.name.endswith("o_proj.weight")
+        else output
+        for output in plan.outputs
+    )
+    assert exact_error(CASES[name], plan=replace(plan, outputs=outputs)) > 1e-3
+
+
+@pytest.mark.parametrize("name", ROTATED)
+def test_both_stacks_say_that_the_written_model_is_the_source(tmp_path: Path, name: str) -> None:
+    source = write_family(tmp_path / "source", CASES[name])
+    for out, seed in (("dense", None), ("rotated", 42)):
+        request = ConvertRequest(source=str(source), out=tmp_path / out, rotation_seed=seed, dtype=DType.F32)
+        plan_convert(request).run()
+    expected, dense = transformers_logits(source), mlx_logits(tmp_path / "dense")
+    # Both in float32; sums of at most 320 terms in up to 4 layers of 7 products, heavy-tailed: 3e-6 is usual.
+    assert np.abs(dense - expected).max() < 5e-5 * np.abs(expected).max()
+    assert 0 < mean_kl(expected, transformers_logits(tmp_path / "rotated")) <= 1e-5
+    assert 0 < mean_kl(dense, mlx_logits(tmp_path / "rotated")) <= 1e-5
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_cannot_be_rotated_converts_as_it_is(tmp_path: Path, name: str) -> None:
+    source = write_family(tmp_path / "source", CASES[name])
+    with pytest.raises(UserError, match="cannot be rotated"):
+        plan_convert(ConvertRequest(source=str(source), out=tmp_path / "rotated", rotation_seed=42))
+    plan_convert(ConvertRequest(source=str(source), out=tmp_path / "dense", dtype=DType.F32)).run()
+    expected, dense = transformers_logits(source), mlx_logits(tmp_path / "dense")
+    assert np.abs(dense - expected).max() < 5e-5 * np.abs(expected).max()

@@ -1,0 +1,183 @@
+"""One small random model per family and variant, of the true architecture, as transformers saves it.
+
+Unlike a fresh initialization these have what rotations are for and what hides mistakes: heavy tails, outlier channels
+in the residual stream and inside an MLP, norm gains far from one and of both signs, biases. Every value is exact in
+bfloat16, so that one model serves all three precisions.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from tests.support.tiny_models import write_tokenizer
+
+VOCAB = 320
+OUTLIERS = (17, 101)  # residual channels
+INNER_OUTLIER = 40  # hidden channel of every MLP
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+# The texts are longer than 16 tokens: mlx-lm takes the long factors always, the authors' code beyond that length.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + 0.02 * i for i in range(18)],
+    "long_factor": [1.0 + 0.2 * i for i in range(18)],
+}
+MULTIPLIERS = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.03125,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 4.0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyFamily:
+    """A family, its settings in Hugging Face's words over ``BASE``, and what is special in a phrase."""
+
+    model_type: str
+    what: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def config(self) -> Any:
+        """transformers' config object."""
+        return CONFIG_MAPPING[self.model_type](**{**BASE, **self.settings})
+
+
+# 192 = 12·16 and 48 = 12·4: the factor of both Hadamard matrices is Paley's, which is not symmetric.
+BASE: dict[str, Any] = {
+    "hidden_size": 192,
+    "intermediate_size": 320,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+CASES: dict[str, TinyFamily] = {
+    "llama": TinyFamily(model_type="llama", what="tied", settings={"tie_word_embeddings": True}),
+    "llama biases": TinyFamily(
+        model_type="llama", what="untied, every bias", settings={"attention_bias": True, "mlp_bias": True}
+    ),
+    "llama 3": TinyFamily(
+        model_type="llama",
+        what="explicit head_dim, scaled positions",
+        settings={"head_dim": 64, "rope_parameters": LLAMA3},
+    ),
+    "mistral": TinyFamily(model_type="mistral", what="explicit head_dim", settings={"head_dim": 32}),
+    "qwen2": TinyFamily(model_type="qwen2", what="q, k, v biases, tied", settings={"tie_word_embeddings": True}),
+    "qwen3": TinyFamily(model_type="qwen3", what="q and k norms", settings={"head_dim": 64}),
+    "smollm3": TinyFamily(
+        model_type="smollm3",
+        what="a layer without positions, tied",
+        settings={"num_hidden_layers": 4, "tie_word_embeddings": True},
+    ),
+    "granite": TinyFamily(
+        model_type="granite",
+        what="four multipliers, every bias, tied",
+        settings={**MULTIPLIERS, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "phi3": TinyFamily(model_type="phi3", what="fused qkv and gate_up"),
+    "phi3 longrope": TinyFamily(
+        model_type="phi3",
+        what="fused, partly rotated heads, LongRoPE, tied",
+        settings={
+            "rope_parameters": LONGROPE,
+            "original_max_position_embeddings": 16,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3_text": TinyFamily(
+        model_type="gemma3_text",
+        what="norms after the blocks, tied",
+        settings={
+            "hidden_size": 256,  # of which mlx-lm takes the root in bfloat16
+            "head_dim": 64,
+            "num_hidden_layers": 6,  # the sixth attends to everything
+            "tie_word_embeddings": True,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 64,
+        },
+    ),
+}
+
+
+def random_state(case: TinyFamily) -> dict[str, NDArray[np.float64]]:
+    """Values of every parameter by name, exact in bfloat16."""
+    rng = np.random.default_rng(case.seed)
+    with torch.device("meta"):
+        shapes = {
+            name: tuple(p.shape) for name, p in AutoModelForCausalLM.from_config(case.config()).named_parameters()
+        }
+    return {
+        name: _values(rng, name, shape, case).astype(ml_dtypes.bfloat16).astype(np.float64)
+        for name, shape in shapes.items()
+    }
+
+
+def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...], case: TinyFamily) -> NDArray[np.float64]:
+    if "norm" in name:
+        gain = rng.uniform(0.2, 2.0, shape) * rng.choice([-1.0, 1.0], shape)
+        return gain - (1.0 if case.model_type.startswith("gemma") else 0.0)
+    if name.endswith("bias"):
+        return 0.3 * rng.standard_t(3, shape)
+    weight = rng.standard_t(3, shape) / np.sqrt(shape[1])
+    if "q_proj" in name or "k_proj" in name:
+        weight *= 0.5  # softmax that is not one-hot, where every rounding would count
+    if "qkv_proj" in name:
+        weight[: shape[0] * 3 // 4] *= 0.5  # q and k of BASE's heads
+    if "embed_tokens" in name:
+        weight[:, OUTLIERS] *= 10.0
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        weight[OUTLIERS, :] *= 5.0
+    if name.endswith("down_proj.weight"):
+        weight[:, INNER_OUTLIER] *= 8.0
+    return weight
+
+
+def build(case: TinyFamily, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """transformers' model with ``random_state``."""
+    return load_state(case.config(), random_state(case), dtype=dtype)
+
+
+def load_state(config: Any, state: dict[str, NDArray[Any]], *, dtype: torch.dtype) -> PreTrainedModel:
+    """transformers' model of ``config`` with the parameters ``state``, all of them."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == state.keys()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(torch.from_numpy(np.ascontiguousarray(state[name])))
+    return model.eval()
+
+
+def write_family(folder: Path, case: TinyFamily, *, dtype: torch.dtype = torch.float32) -> Path:
+    """The model's folder as transformers writes it, with a tokenizer."""
+    transformers.utils.logging.disable_progress_bar()
+    build(case, dtype=dtype).save_pretrained(folder)
+    write_tokenizer(folder, VOCAB)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == case.model_type
+    return folder
