@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.oracles.decoder import forward, random_config, random_weights
+from tests.property.test_folds import BIASED, case_id
 from tqtool.runtime.blas import ensure_blas
 from tqtool.transform.apply import apply_folds
 from tqtool.transform.plan import TransformPlan, plan_identity, plan_rotation
@@ -68,22 +69,21 @@ def check(plan: TransformPlan, config: dict[str, Any], *, tied: bool) -> None:
     assert ("lm_head" in quantizable) is not tied
 
 
+PLANNED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", BIASED),
+    ("mistral", {}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("smollm3", {}),
+    ("granite", {}),
+    ("granite", BIASED),
+    ("phi3", {}),
+]
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [
-        ("llama", {}),
-        ("llama", {"attention_bias": True, "mlp_bias": True}),
-        ("mistral", {}),
-        ("qwen2", {}),
-        ("qwen3", {}),
-        ("smollm3", {}),
-        ("granite", {}),
-        ("granite", {"attention_bias": True, "mlp_bias": True}),
-        ("phi3", {}),
-    ],
-    ids=["llama", "llama-biases", "mistral", "qwen2", "qwen3", "smollm3", "granite", "granite-biases", "phi3"],
-)
+@pytest.mark.parametrize(("model_type", "changes"), PLANNED, ids=case_id)
 def test_plans_name_what_mlx_lm_has(model_type: str, changes: dict[str, Any], tied: bool) -> None:
     shapes, config = checkpoint(model_type, tied=tied, **changes)
     check(plan_identity(shapes, config), config, tied=tied)
@@ -108,7 +108,7 @@ def test_gemma3_identity() -> None:
         ("phi3", {}),
         ("phi3", LONGROPE),
     ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain",
+    ids=case_id,
 )
 def test_the_dense_oracle_is_mlx_lm_s_model(model_type: str, changes: dict[str, Any]) -> None:
     """The decoder that judges the folds computes what stock mlx-lm computes, before and after a fold."""

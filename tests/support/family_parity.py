@@ -56,12 +56,12 @@ class _Norm64(torch.nn.Module):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
 
 
-def transformers_logits(folder: Path) -> Logits:
+def transformers_logits(folder: Path, tokens: list[int] = TOKENS) -> Logits:
     """Logits of the folder's model in float32, through transformers."""
-    return _forward(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+    return _forward(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), tokens)
 
 
-def mlx_logits(folder: Path) -> Logits:
+def mlx_logits(folder: Path, tokens: list[int] = TOKENS) -> Logits:
     """Logits of the folder's model in float32, through stock mlx-lm."""
     ensure_blas()
     import mlx.core as mx
@@ -70,12 +70,12 @@ def mlx_logits(folder: Path) -> Logits:
 
     model, _ = load_model(folder, strict=True)
     model.update(tree_map(lambda array: array.astype(mx.float32), model.parameters()))
-    return np.array(model(mx.array(TOKENS)[None])[0].astype(mx.float32), np.float64)
+    return np.array(model(mx.array(tokens)[None])[0].astype(mx.float32), np.float64)
 
 
-def _forward(model: PreTrainedModel) -> Logits:
+def _forward(model: PreTrainedModel, tokens: list[int] = TOKENS) -> Logits:
     with torch.no_grad():
-        return model(torch.tensor([TOKENS])).logits[0].double().numpy()
+        return model(torch.tensor([tokens])).logits[0].double().numpy()
 
 
 def mean_kl(source: Logits, other: Logits) -> float:
