@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -27,8 +28,9 @@ import numpy as np
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "families.md"
+TEXT = ROOT / "LICENSE"  # of which the tiny tokenizer makes about a token a byte
 TQTOOL = (str(Path(sys.executable).with_name("tqtool")),)
-SEED, ROWS, CONTEXT, NEW_TOKENS = 42, 16, 64, 8
+SEED, ROWS, CONTEXT, NEW_TOKENS, PROMPT = 42, 16, 64, 8, "a cat and a dog"
 FOLD_COLUMNS = ("float64", "KL float32", "KL bf16")
 COLUMNS = (*FOLD_COLUMNS, "convert -q", "calibrate", "trellis", "trellis --ldlq", "stock", "generate")
 
@@ -84,13 +86,11 @@ def main() -> None:
 def measure(name: str, work: Path) -> Row:
     """Run everything on one case."""
     from tests.support import family_parity as parity
-    from tests.support.calibrations import write_words
     from tests.support.tiny_families import CASES, write_family
     from tqtool.transform.families import FAMILIES
 
     case, row = CASES[name], Row(name=name)
     source = write_family(work / "source", case)
-    write_words(work / "text.txt", 2 * ROWS * CONTEXT)
     is_rotated = FAMILIES[case.model_type].rotation_refusal is None
     rotate = ("--rotate-weights", "--rotation-seed", str(SEED)) if is_rotated else ()
     _run("convert", source, work / "dense", "--dtype", "float32")
@@ -107,7 +107,7 @@ def measure(name: str, work: Path) -> Row:
         row.cells |= dict.fromkeys(FOLD_COLUMNS, "refused")
     trellis_rotate = () if is_rotated else ("--no-rotate-weights",)
     calibration = ("--rows", ROWS, "--context", CONTEXT, *rotate)
-    _run("calibrate", source, work / "hessians", "--text", work / "text.txt", *calibration)
+    _run("calibrate", source, work / "hessians", "--text", TEXT, *calibration)
     row.cells["calibrate"] = "pass"
     jobs: dict[str, tuple[Any, ...]] = {
         "convert -q": ("convert", source, work / "q4", "-q", "--bits", 4, *rotate),
@@ -120,8 +120,8 @@ def measure(name: str, work: Path) -> Row:
         _run("verify", job[2])
         row.cells[column] = f"pass, {parity.mean_kl(references[1], _served(job[2])):.2f}"
     row.cells["stock"] = _stock(work)
-    answer = _run("generate", work / "packed", "--prompt", "w5 w9 w200", "--max-tokens", NEW_TOKENS)
-    row.cells["generate"] = "pass" if answer.strip() else "nothing"
+    answer = _run("generate", work / "packed", "--prompt", PROMPT, "--max-tokens", NEW_TOKENS, "--json")
+    row.cells["generate"] = "pass" if json.loads(answer)["new_tokens"] else "nothing"
     return row
 
 
@@ -139,7 +139,7 @@ def _served(folder: Path) -> Any:
 def _stock(work: Path) -> str:
     from tests.support.stock import stock_generate
 
-    answers = stock_generate([work / "q4", work / "fake"], "w5 w9 w200")
+    answers = stock_generate([work / "q4", work / "fake"], PROMPT)
     return "pass" if all(answer["finite"] and answer["tokens"] for answer in answers.values()) else "not finite"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,19 @@ import numpy as np
 import pytest
 
 from tests.oracles.decoder import random_config
+from tests.support.conversions import convert
+from tests.support.conversions import plan as planned
 from tests.support.family_parity import TOKENS, mlx_logits, transformers_logits
+from tests.support.stock import stock_convert
+from tests.support.tensors import raw_tensors
 from tests.support.tiny_families import CASES, write_family
 from tqtool.errors import SourceError
 from tqtool.formats.dtypes import DType
 from tqtool.pipeline.convert import ConvertRequest, plan_convert
 from tqtool.source.checkpoint import open_checkpoint
 from tqtool.source.mlx_lm import behaviour_warnings, refuse_unservable
-from tqtool.source.mlx_lm_settings import rotary_warnings, setting_refusal, stated_defaults
+from tqtool.source.mlx_lm_settings import eight_bit_modules, rotary_warnings, setting_refusal, stated_defaults
+from tqtool.transform.families import FAMILIES
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -72,6 +78,31 @@ def test_the_artifact_says_what_the_source_left_out(tmp_path: Path) -> None:
     assert {name: written[name] for name in neutral} == neutral
     expected, found = transformers_logits(source), mlx_logits(tmp_path / "out")
     assert np.abs(found - expected).max() < 5e-5 * np.abs(expected).max()
+
+
+# ------------------------------------------------------------------------------------------- what convert decides alone
+def test_what_mlx_lm_packs_at_8_bits_in_any_case_is_a_hint_with_its_rules(tmp_path: Path) -> None:
+    write_family(tmp_path / "source", CASES["granite"])
+    plan_convert(ConvertRequest(source=str(tmp_path / "source"), out=tmp_path / "dense", dtype=DType.BF16)).run()
+    plan = planned(tmp_path / "dense", tmp_path / "out", rotation_seed=42)  # its head is untied
+    hint = plan.plan.hints[-1]
+    assert "mlx_lm.convert packs *.o_proj, *.down_proj, lm_head of granite at 8 bits in any case" in hint
+    tied = planned(tmp_path / "dense", tmp_path / "out").plan.hints[-1]
+    rules = tuple(re.findall(r"--rule '(.*?)'", tied))
+    assert [rule.partition("=")[0] for rule in rules] == ["*.o_proj", "*.down_proj"]
+    stock_convert([(tmp_path / "dense", tmp_path / "stock", {"quantize": True, "q_bits": 4, "q_group_size": 64})])
+    convert(tmp_path / "dense", tmp_path / "ours", rules=rules)
+    assert raw_tensors(tmp_path / "ours") == raw_tensors(tmp_path / "stock")
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_no_other_model_of_mlx_lm_decides_bits_or_casts_alone(model_type: str) -> None:
+    """A family whose model brings a predicate is to be looked at: what it protects, the user must be told."""
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(model_type, model_type)}")
+    assert not hasattr(module.Model, "cast_predicate")
+    assert hasattr(module.Model, "quant_predicate") is bool(eight_bit_modules({"model_type": model_type}))
 
 
 # ------------------------------------------------------------------------------------------------- what is not there

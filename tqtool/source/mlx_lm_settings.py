@@ -26,12 +26,19 @@ _STATED: Final[Mapping[str, Mapping[str, Any]]] = {
 # mlx-lm divides hidden_size by the heads here, whatever head_dim says.
 _NO_HEAD_DIM: Final = frozenset({"granite", "phi3", "qwen2"})
 _PHI3_ROPE: Final = ("longrope", "su")
+# ``mlx_lm.convert`` packs these at 8 bits whatever was asked for: their weights are small, nvfp4's scales would vanish.
+_EIGHT_BITS: Final = {"granite": ("*.o_proj", "*.down_proj", "lm_head")}
 
 
 def stated_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """What ``config`` leaves to defaults that mlx-lm does not have."""
     defaults = _STATED.get(str(config.get("model_type")), {})
     return {key: value for key, value in defaults.items() if config.get(key) is None}
+
+
+def eight_bit_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Globs of the modules that ``mlx_lm.convert`` packs at 8 bits in groups of 64 in any case."""
+    return _EIGHT_BITS.get(str(config.get("model_type")), ())
 
 
 def setting_refusal(config: Mapping[str, Any]) -> str | None:
