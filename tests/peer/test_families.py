@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.family_parity import exact_error, mean_kl, mlx_logits, rotation_of, transformers_logits
-from tests.support.tiny_families import CASES, write_family
+from tests.support.tiny_families import CASES, random_state, write_family
 from tqtool.errors import UserError
 from tqtool.formats.dtypes import DType
 from tqtool.pipeline.convert import ConvertRequest, plan_convert
@@ -55,6 +55,25 @@ def test_both_stacks_say_that_the_written_model_is_the_source(tmp_path: Path, na
     assert np.abs(dense - expected).max() < 5e-5 * np.abs(expected).max()
     assert 0 < mean_kl(expected, transformers_logits(tmp_path / "rotated")) <= 1e-5
     assert 0 < mean_kl(dense, mlx_logits(tmp_path / "rotated")) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "granite", "phi3"])
+def test_gains_after_reload_are_the_planned_ones(tmp_path: Path, name: str) -> None:
+    """What a stock loader holds: 1 where a gain was folded, the source's own where it acts inside a head."""
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import load_model
+
+    source = write_family(tmp_path / "source", CASES[name])
+    request = ConvertRequest(source=str(source), out=tmp_path / "rotated", rotation_seed=42, dtype=DType.F32)
+    plan_convert(request).run()
+    model, _ = load_model(tmp_path / "rotated", strict=True)
+    gains = {path: np.array(value) for path, value in tree_flatten(model.parameters()) if "norm" in path}
+    inner = {path for path in gains if path.endswith(("q_norm.weight", "k_norm.weight"))}
+    assert bool(inner) is (name == "qwen3")
+    assert all((gain == 1).all() for path, gain in gains.items() if path not in inner)
+    state = random_state(CASES[name])
+    assert gains.keys() == {path for path in state if "norm" in path}
+    assert all(np.array_equal(gains[path], state[path]) for path in inner)
 
 
 @pytest.mark.parametrize("name", REFUSED)
