@@ -13,7 +13,7 @@ from tests.oracles.decoder import Weights, random_config, random_weights
 from tests.property.test_folds import EXACT, fold, logit_error, shapes
 from tqtool.errors import SourceError
 from tqtool.transform.channels import choose_channels, mlps, with_channels
-from tqtool.transform.ops import RotateInput, RotateOutput, ScaleInput
+from tqtool.transform.folds import RotateInput, RotateOutput, ScaleInput
 from tqtool.transform.plan import OutputTensor, Role, TransformPlan, plan_identity, plan_rotation
 
 KINDS = ["qwen3_moe", "mixtral"]

@@ -18,8 +18,8 @@ from tqtool.solve.gptq import GptqOptions
 from tqtool.solve.ldlq_coder import LdlqOptions
 from tqtool.solve.rtn import AffineRtn
 from tqtool.solve.trellis import TrellisOptions, TrellisPacked
-from tqtool.transform.ops import Channels, Role
-from tqtool.transform.outputs import OutputTensor
+from tqtool.transform.folds import Channels
+from tqtool.transform.outputs import OutputTensor, Role
 
 WIDTH = 37
 EPSILON = 2.0**-24

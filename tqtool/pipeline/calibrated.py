@@ -25,7 +25,7 @@ from tqtool.solve.rtn import AffineRtn
 from tqtool.solve.trellis import Coded, Tick, TrellisOptions
 from tqtool.source.checkpoint import Checkpoint
 from tqtool.source.fingerprint import fingerprint
-from tqtool.transform.ops import Channels
+from tqtool.transform.folds import Channels
 from tqtool.transform.plan import OutputTensor, Role, TransformPlan
 
 SINK_WEIGHT = 32.0
@@ -58,7 +58,9 @@ MOST_SINK_WEIGHT = 1e6
 """Larger weights are refused: the damping, at least 1 % of the mean diagonal, grows with them and would outweigh all
 that ordinary rows add."""
 
-CALIBRATED_ROLES = frozenset({Role.Q, Role.K, Role.V, Role.O, Role.GATE, Role.UP, Role.DOWN, Role.ROUTER, Role.HEAD})
+CALIBRATED_ROLES = frozenset(
+    {Role.QKV, Role.Q, Role.K, Role.V, Role.O, Role.GATE_UP, Role.GATE, Role.UP, Role.DOWN, Role.ROUTER, Role.HEAD}
+)
 """What a solver may take. A tied embedding is looked up too, where the head's Hessian says nothing: it is rounded."""
 
 

@@ -6,6 +6,7 @@ embedding packed alike, everything else cast to the model's dtype.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
 from tqtool.pipeline.rules import Choices, Dense, Packed, Rule, Setting, resolve, router_rules
 from tqtool.solve.rtn import AffineRtn
 from tqtool.source.checkpoint import Checkpoint, open_checkpoint
+from tqtool.source.mlx_lm_settings import eight_bit_modules
 from tqtool.transform.plan import OutputTensor, Role, TransformPlan, plan_identity, plan_rotation
 
 LOW_HEAD_BITS = 4
@@ -107,7 +109,7 @@ def plan_convert(request: ConvertRequest) -> Job:
     extras = JobExtras(
         notes=choices.notes,
         plan_notes=(*target.notes(), *choices.counted_notes(), *basis, *_mix_notes(request, mixed)),
-        hints=head_hints(transform, choices),
+        hints=(*head_hints(transform, choices), *_stock_hints(request, checkpoint, transform)),
         default_entry=None if request.packing is None else packed_entry(request.packing),
         dtype=target.config_dtype,
         request={**request.to_json(), **calibration, **_allocation(request, mixed)},
@@ -255,6 +257,16 @@ def _declared(config: Mapping[str, Any]) -> DType | None:
     text = config.get("text_config")
     name = config.get("torch_dtype") or (text.get("dtype") if isinstance(text, Mapping) else None)
     return _DTYPES.get(name) if isinstance(name, str) else None
+
+
+def _stock_hints(request: ConvertRequest, checkpoint: Checkpoint, transform: TransformPlan) -> tuple[str, ...]:
+    """A line where ``mlx_lm.convert`` would not have done what was asked for."""
+    modules = [output.module for output in transform.outputs if output.module is not None]
+    globs = [glob for glob in eight_bit_modules(checkpoint.config) if fnmatch.filter(modules, glob)]
+    if request.packing is None or not globs:
+        return ()
+    rules = " ".join(f"--rule '{glob}=mode:affine,bits:8,group:64'" for glob in globs)
+    return (f"mlx_lm.convert packs {', '.join(globs)} of {checkpoint.model_type} at 8 bits in any case: {rules}",)
 
 
 def _require_packed(request: ConvertRequest, transform: TransformPlan, choices: Choices) -> None:

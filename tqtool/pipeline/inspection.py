@@ -32,7 +32,7 @@ from tqtool.source.checks import check_finite, quantization_evidence
 from tqtool.source.config import text_config
 from tqtool.source.gguf.families import TABLES
 from tqtool.source.gguf.reader import MAGIC, GgufFile, read_gguf
-from tqtool.transform.families import EMBEDDING, HEAD
+from tqtool.transform.layout import EMBEDDING, HEAD
 
 _LAYER: Final = re.compile(r"\.\d+\.")
 # Written by MLX for every packed module; its sibling `.weight` holds 32-bit words of codes.

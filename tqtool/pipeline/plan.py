@@ -12,7 +12,7 @@ from typing import Any
 from tqtool.solve.quantizer import Quantizer, RowQuantizer, StoredTensor, scratch_bytes
 from tqtool.solve.rtn import FloatStore
 from tqtool.source.checkpoint import Checkpoint
-from tqtool.transform.ops import FoldChannels
+from tqtool.transform.folds import FoldChannels, OnRows
 from tqtool.transform.plan import OutputTensor
 
 _LAYER = re.compile(r"\.\d+\.")
@@ -228,7 +228,7 @@ def _live_bytes(checkpoint: Checkpoint, work: Work) -> int:
     if not work.output.ops and isinstance(work.quantizer, RowQuantizer):
         # A cast reads its tensor at once; packing reads rows, and what they need is its scratch.
         return work.stored_bytes + (source if isinstance(work.quantizer, FloatStore) else 0)
-    is_copied = any(isinstance(op, FoldChannels) for op in work.output.ops)
+    is_copied = any(isinstance(op, FoldChannels | OnRows) for op in work.output.ops)
     return 4 * work.parameters + max(source + is_copied * 4 * work.parameters, work.stored_bytes)
 
 

@@ -29,7 +29,7 @@ from tqtool.formats.safetensors import build_header, read_header
 from tqtool.pipeline.plan import Work
 from tqtool.solve.quantizer import QuantResult, Reusable
 from tqtool.source.checkpoint import TensorRef
-from tqtool.transform.ops import ScaleInput, op_to_json
+from tqtool.transform.folds import ScaleInput, op_to_json
 
 KEY_VERSION = 3
 """Raise it when equal facts give other bytes than before: a solver's rule, or how Hessians are weighted, changed.

@@ -25,6 +25,7 @@ from tqtool.source.checkpoint import TensorRef, open_checkpoint
 from tqtool.source.config import declared_quantization, read_config, rope_updates
 from tqtool.source.hub import is_hub_id, resolve_snapshot
 from tqtool.source.mlx_lm import behaviour_warnings, refuse_unservable
+from tqtool.source.mlx_lm_settings import stated_defaults
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -203,12 +204,14 @@ def loading_config(folder: Path) -> dict[str, Any]:
     with _reading(folder, "its config files cannot be read", is_artifact=is_artifact):
         read_config(folder)  # its own words for what is missing or malformed
         config = dict(load_config(folder))
+    # transformers 5 keeps the rotary settings where mlx-lm does not look; the source reader repeats them, so must we.
+    config |= rope_updates(config)
+    config |= stated_defaults(config)
     if "trellis" not in config:
         refuse_unservable(folder, config)
     for warning in behaviour_warnings(config):
         log.warning("%s: %s", folder, warning)
-    # transformers 5 keeps the rotary settings where mlx-lm does not look; the source reader repeats them, so must we.
-    return {**config, **rope_updates(config)}
+    return config
 
 
 def _read_headers(folder: Path) -> dict[str, TensorRef]:

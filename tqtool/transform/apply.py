@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from tqtool.errors import SourceError
 from tqtool.mathx.signs import sign_vector
 from tqtool.native import hadamard_transform
-from tqtool.transform.ops import (
+from tqtool.transform.folds import (
     Fill,
     FoldChannels,
+    OnRows,
     RotateHeads,
     RotateInput,
     RotateOutput,
@@ -34,8 +35,8 @@ def apply_folds(output: OutputTensor, read: Read, *, dtype: Any = np.float32) ->
     """Read one tensor and fold it.
 
     Every fold works in place on one copy, in ``dtype`` throughout, but the reordering of channels, which makes a
-    second; nothing ``read`` returns is written to. Rounding to the stored type is the writer's business. Same inputs
-    give the same bytes on every machine and thread count.
+    second of the rows it reorders; nothing ``read`` returns is written to. Rounding to the stored type is the writer's
+    business. Same inputs give the same bytes on every machine and thread count.
 
     Args:
         output: The tensor wanted.
@@ -56,6 +57,8 @@ def apply_folds(output: OutputTensor, read: Read, *, dtype: Any = np.float32) ->
     for op in output.ops:
         if isinstance(op, FoldChannels):
             weight = _reordered(op, weight)
+        elif isinstance(op, OnRows):
+            _fold_rows(op, weight, read)
         else:
             _fold(op, weight, read)
     return weight
@@ -80,6 +83,17 @@ def _reordered(op: FoldChannels, weight: NDArray[Any]) -> NDArray[Any]:
     elif op.is_scaled:
         mixed *= scale.reshape(-1, *[1] * (weight.ndim - 1))
     return mixed
+
+
+def _fold_rows(op: OnRows, weight: NDArray[Any], read: Read) -> None:
+    """Fold some rows of ``weight``, in place."""
+    if not 0 <= op.start < op.stop <= weight.shape[0]:
+        raise SourceError(f"rows {op.start}…{op.stop - 1} do not fit axis 0 of {list(weight.shape)}")
+    part = weight[op.start : op.stop]
+    if isinstance(op.fold, FoldChannels):
+        part[...] = _reordered(op.fold, part)
+    else:
+        _fold(op.fold, part, read)
 
 
 def _fold(op: ScaleInput | RotateInput | RotateOutput | RotateHeads | Fill, weight: NDArray[Any], read: Read) -> None:

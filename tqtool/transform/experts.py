@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tqtool.errors import SourceError
-from tqtool.transform.ops import Role
-from tqtool.transform.outputs import OutputTensor
+from tqtool.transform.outputs import OutputTensor, Role
 
 STACKS: Mapping[Role, str] = {Role.GATE: "gate_proj", Role.UP: "up_proj", Role.DOWN: "down_proj"}
 """mlx-lm's names of the three stacks, in the order of writing."""
@@ -26,14 +25,14 @@ class Experts:
     Attributes:
         block: Module of the block inside a layer.
         names: gate, up and down of one expert, under ``block.experts.N``.
-        count_key: Field of config.json with the number of experts.
+        count_keys: Fields of config.json with the number of experts: the first that is there counts.
         width_key: Field with the hidden width of one expert.
         sparse_fields: True where ``mlp_only_layers`` and ``decoder_sparse_step`` say which layers are dense.
     """
 
     block: str
     names: Mapping[Role, str]
-    count_key: str
+    count_keys: tuple[str, ...]
     width_key: str
     sparse_fields: bool = False
 
@@ -47,6 +46,10 @@ class Experts:
         if not isinstance(dense, list) or not all(type(index) is int for index in dense):
             raise SourceError(f"config.json: mlp_only_layers: expected a list of layer numbers, found {dense!r}")
         return layer not in dense and (layer + 1) % step == 0
+
+    def count_key(self, config: Mapping[str, Any]) -> str:
+        """The field that says how many experts there are."""
+        return next((key for key in self.count_keys if config.get(key) is not None), self.count_keys[0])
 
     def router(self, layer: int) -> str:
         """Module of the layer's router."""

@@ -8,10 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from tqtool.errors import UserError
-from tqtool.transform.ops import Op, Role, op_from_json, op_to_json
+from tqtool.transform.folds import Op, op_from_json, op_to_json
+
+
+class Role(StrEnum):
+    """What a tensor is in its model; quantization rules and the sensitivity map speak in roles."""
+
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    QKV = "qkv"  # one projection: rows of q, then k, then v
+    Q = "q"
+    K = "k"
+    V = "v"
+    O = "o"  # noqa: E741 - the projection's usual name
+    GATE_UP = "gate_up"  # one projection: rows of gate, then of up
+    GATE = "gate"
+    UP = "up"
+    DOWN = "down"
+    NORM = "norm"
+    BIAS = "bias"
+    ROUTER = "router"
+    OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tqtool.transform.families import identity_outputs, read_layout
-from tqtool.transform.ops import Fill, Op, Role, RotateHeads, RotateInput, RotateOutput, Rotation, ScaleInput
-from tqtool.transform.outputs import DroppedTensor, OutputTensor, PlanRow, TransformPlan
+from tqtool.transform.folds import Fill, OnRows, Op, RotateHeads, RotateInput, RotateOutput, Rotation, ScaleInput
+from tqtool.transform.layout import identity_outputs, read_layout
+from tqtool.transform.outputs import DroppedTensor, OutputTensor, PlanRow, Role, TransformPlan
 from tqtool.transform.rotation import plan_rotation
 from tqtool.transform.select import select_family
 
 __all__ = [
     "DroppedTensor",
     "Fill",
+    "OnRows",
     "Op",
     "OutputTensor",
     "PlanRow",

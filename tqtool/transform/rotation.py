@@ -13,8 +13,9 @@ from typing import Any
 
 from tqtool.mathx.hadamard import require_size
 from tqtool.mathx.signs import require_seed
-from tqtool.transform.families import EMBEDDING, HEAD, Layout, Parameter, Slot, read_layout
-from tqtool.transform.ops import Fill, Op, RotateHeads, RotateInput, RotateOutput, Rotation, ScaleInput
+from tqtool.transform.families import Slot
+from tqtool.transform.folds import Fill, OnRows, Op, RotateHeads, RotateInput, RotateOutput, Rotation, ScaleInput
+from tqtool.transform.layout import EMBEDDING, HEAD, Layout, Parameter, read_layout
 from tqtool.transform.outputs import OutputTensor, TransformPlan
 from tqtool.transform.select import AUTO, select_rotation
 
@@ -68,6 +69,7 @@ def plan_rotation(
     recipe = _Recipe(
         r1=Rotation(n=geometry.hidden, signs_lane=R1_LANE, seed=seed),
         head_dim=geometry.head_dim,
+        value_width=geometry.n_kv_heads * geometry.head_dim,
         r2_seed=seed if signed_r2 else None,
         gain_offset=family.gain_offset,
         norms={(p.layer, p.slot): p.name for p in layout.parameters if p.slot in _FOLDED_NORMS},
@@ -94,6 +96,7 @@ class _Recipe:
     Attributes:
         r1: Residual rotation.
         head_dim: Side of every R2.
+        value_width: Rows of v, ``n_kv_heads · head_dim``.
         r2_seed: Seed of R2's signs; None for the plain Hadamard.
         gain_offset: 1 where norms multiply by 1 + w, else 0.
         norms: Source name of each folded norm, by layer (None for the final one) and slot.
@@ -101,6 +104,7 @@ class _Recipe:
 
     r1: Rotation
     head_dim: int
+    value_width: int
     r2_seed: int | None
     gain_offset: float
     norms: Mapping[tuple[int | None, Slot], str]
@@ -129,7 +133,10 @@ class _Recipe:
                 yield from self._read_residual(parameter.layer, Slot.ATTENTION_NORM)
                 if parameter.slot is Slot.V:
                     yield RotateHeads(rotation=self._r2(parameter.layer), axis="output")
-            case Slot.GATE | Slot.UP | Slot.ROUTER:
+            case Slot.QKV:
+                yield from self._read_residual(parameter.layer, Slot.ATTENTION_NORM)
+                yield self._values_of(parameter)
+            case Slot.GATE | Slot.UP | Slot.GATE_UP | Slot.ROUTER:
                 yield from self._read_residual(parameter.layer, Slot.MLP_NORM)
             case Slot.O:
                 yield RotateOutput(rotation=self.r1)
@@ -148,8 +155,16 @@ class _Recipe:
                 yield RotateOutput(rotation=self.r1)
             case Slot.V:
                 yield RotateHeads(rotation=self._r2(parameter.layer), axis="output")
+            case Slot.QKV:
+                yield self._values_of(parameter)
             case _:
                 pass
+
+    def _values_of(self, parameter: Parameter) -> OnRows:
+        """R2 on the last rows of a fused qkv: those of q and k must stay as they are, for the rotary positions."""
+        rows = parameter.shape[0]
+        fold = RotateHeads(rotation=self._r2(parameter.layer), axis="output")
+        return OnRows(start=rows - self.value_width, stop=rows, fold=fold)
 
     def _read_residual(self, layer: int | None, norm: Slot) -> Iterator[Op]:
         # The gain first: it acts on the channels of the old basis.

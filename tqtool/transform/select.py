@@ -17,7 +17,7 @@ def select_family(config: Mapping[str, Any]) -> Family:
     family = FAMILIES.get(model_type)
     if family is None:
         raise UserError(
-            f"config.json: model_type {model_type!r} is not known; known: {', '.join(sorted(FAMILIES))}",
+            f"config.json: model_type {model_type!r} is not known; {_known()}",
             hint="a new family is one entry in tqtool/transform/families.py",
         )
     return family
@@ -41,10 +41,8 @@ def select_rotation(config: Mapping[str, Any], transform: str) -> Family:
     if refusal is None and family is not None:
         refusal = family.rotation_refusal
     if refusal is not None:
-        raise UserError(
-            f"model_type {model_type!r} cannot be rotated: {refusal}",
-            hint="convert it without --rotate-weights",
-        )
+        hint = f"nor is it known otherwise: {_known()}" if family is None else "convert it without --rotate-weights"
+        raise UserError(f"model_type {model_type!r} cannot be rotated: {refusal}", hint=hint)
     if transform != AUTO and transform not in names:
         raise UserError(f"unknown transform {transform!r}; known: {AUTO}, {', '.join(names)}")
     if family is None:
@@ -59,6 +57,10 @@ def select_rotation(config: Mapping[str, Any], transform: str) -> Family:
             hint=f"use {AUTO} or rotation.{model_type}",
         )
     return family
+
+
+def _known() -> str:
+    return f"known: {', '.join(sorted(FAMILIES))}"
 
 
 def _model_type(config: Mapping[str, Any]) -> str:

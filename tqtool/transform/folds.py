@@ -1,37 +1,17 @@
-"""What a transform does to one tensor, as data.
+"""Folds of one tensor, as data: what is done to a weight ``[out, in]``, and its JSON form.
 
-Nothing here touches a weight. Layout of every weight is ``[out, in]``, ``y = x @ W.T + b``. A rotation R acts on
-the residual stream as ``x' = x @ R``; every fold below follows from that one convention, so a reader becomes ``W @ R``
-and a writer ``R.T @ W``.
+A rotation R acts on the residual stream as ``x' = x @ R``; every fold follows from that one convention, so a reader
+becomes ``W @ R`` and a writer ``R.T @ W``.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, Literal, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
-
-
-class Role(StrEnum):
-    """What a tensor is in its model; quantization rules and the sensitivity map speak in roles."""
-
-    EMBEDDING = "embedding"
-    HEAD = "head"
-    Q = "q"
-    K = "k"
-    V = "v"
-    O = "o"  # noqa: E741 - the projection's usual name
-    GATE = "gate"
-    UP = "up"
-    DOWN = "down"
-    NORM = "norm"
-    BIAS = "bias"
-    ROUTER = "router"
-    OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +152,25 @@ class FoldChannels:
         return f"· {what}" if self.axis == "input" else f"{what} ·"
 
 
-Op = ScaleInput | RotateInput | RotateOutput | RotateHeads | FoldChannels | Fill
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnRows:
+    """A fold of rows ``start … stop - 1`` alone: of one part of a fused projection (v in qkv, up in gate_up).
+
+    Attributes:
+        start: First row (weight) or element (bias).
+        stop: One past the last.
+        fold: Acts on the part as it would on a tensor of its own; only folds of outputs make sense here.
+    """
+
+    start: int
+    stop: int
+    fold: RotateHeads | FoldChannels
+
+    def __str__(self) -> str:
+        return f"rows {self.start}…{self.stop - 1}: {self.fold}"
+
+
+Op = ScaleInput | RotateInput | RotateOutput | RotateHeads | FoldChannels | OnRows | Fill
 
 
 def _rotation_to_json(rotation: Rotation) -> dict[str, Any]:
@@ -192,6 +190,8 @@ def op_to_json(op: Op) -> dict[str, Any]:
             return {"op": "rotate_heads", "rotation": _rotation_to_json(op.rotation), "axis": op.axis}
         case FoldChannels():
             return {"op": "fold_channels", "axis": op.axis, "is_scaled": op.is_scaled, "sha256": op.channels.sha256}
+        case OnRows():
+            return {"op": "on_rows", "start": op.start, "stop": op.stop, "fold": op_to_json(op.fold)}
         case Fill():
             return {"op": "fill", "value": op.value}
         case _:
@@ -199,7 +199,7 @@ def op_to_json(op: Op) -> dict[str, Any]:
 
 
 def op_from_json(data: dict[str, Any]) -> Op:
-    """Rebuild one fold; KeyError, TypeError or ValueError if ``data`` is not its form."""
+    """The fold of ``op_to_json``; KeyError, TypeError or ValueError if it is none, or names channels by hash."""
     match data["op"]:
         case "scale_input":
             return ScaleInput(gain=data["gain"], offset=data["offset"])
@@ -209,6 +209,11 @@ def op_from_json(data: dict[str, Any]) -> Op:
             return RotateOutput(rotation=Rotation(**data["rotation"]))
         case "rotate_heads" if data["axis"] in ("input", "output"):
             return RotateHeads(rotation=Rotation(**data["rotation"]), axis=data["axis"])
+        case "on_rows":
+            fold = op_from_json(data["fold"])
+            if not isinstance(fold, RotateHeads):
+                raise ValueError(f"on_rows holds {data['fold']['op']}")
+            return OnRows(start=data["start"], stop=data["stop"], fold=fold)
         case "fill":
             return Fill(value=data["value"])
         case other:
