@@ -140,21 +140,17 @@ def random_state(case: TinyFamily) -> dict[str, NDArray[np.float64]]:
 
 def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...], case: TinyFamily) -> NDArray[np.float64]:
     if "norm" in name:
-        gain = rng.uniform(0.2, 2.0, shape) * rng.choice([-1.0, 1.0], shape)
+        gain = rng.uniform(0.2, 1.2, shape) * rng.choice([-1.0, 1.0], shape)
         return gain - (1.0 if case.model_type.startswith("gemma") else 0.0)
     if name.endswith("bias"):
-        return 0.3 * rng.standard_t(3, shape)
-    weight = rng.standard_t(3, shape) / np.sqrt(shape[1])
-    if "q_proj" in name or "k_proj" in name:
-        weight *= 0.5  # softmax that is not one-hot, where every rounding would count
-    if "qkv_proj" in name:
-        weight[: shape[0] * 3 // 4] *= 0.5  # q and k of BASE's heads
+        return 0.2 * rng.standard_t(3, shape)
+    weight = rng.standard_t(3, shape) / np.sqrt(3 * shape[1])  # three is the variance
     if "embed_tokens" in name:
-        weight[:, OUTLIERS] *= 10.0
+        weight[:, OUTLIERS] *= 6.0
     if name.endswith(("o_proj.weight", "down_proj.weight")):
-        weight[OUTLIERS, :] *= 5.0
+        weight[OUTLIERS, :] *= 4.0
     if name.endswith("down_proj.weight"):
-        weight[:, INNER_OUTLIER] *= 8.0
+        weight[:, INNER_OUTLIER] *= 6.0
     return weight
 
 
