@@ -144,7 +144,7 @@ def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...], case: T
         return gain - (1.0 if case.model_type.startswith("gemma") else 0.0)
     if name.endswith("bias"):
         return 0.2 * rng.standard_t(3, shape)
-    weight = rng.standard_t(3, shape) / np.sqrt(3 * shape[1])  # three is the variance
+    weight = rng.standard_t(3, shape) / np.sqrt(3 * shape[-1])  # three is the variance
     if "embed_tokens" in name:
         weight[:, OUTLIERS] *= 6.0
     if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -155,24 +155,18 @@ def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...], case: T
 
 
 def build(case: TinyFamily, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """transformers' model with ``random_state``."""
-    return load_state(case.config(), random_state(case), dtype=dtype)
-
-
-def load_state(config: Any, state: dict[str, NDArray[Any]], *, dtype: torch.dtype) -> PreTrainedModel:
-    """transformers' model of ``config`` with the parameters ``state``, all of them."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    parameters = dict(model.named_parameters())
-    assert parameters.keys() == state.keys()
+    """transformers' model with the values of ``random_state``."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(case.config(), dtype=dtype, attn_implementation="sdpa")
+    state = random_state(case)
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(torch.from_numpy(np.ascontiguousarray(state[name])))
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(state[name]))
+    transformers.utils.logging.disable_progress_bar()
     return model.eval()
 
 
 def write_family(folder: Path, case: TinyFamily, *, dtype: torch.dtype = torch.float32) -> Path:
     """The model's folder as transformers writes it, with a tokenizer."""
-    transformers.utils.logging.disable_progress_bar()
     build(case, dtype=dtype).save_pretrained(folder)
     write_bpe(folder)  # transformers rebuilds the tokenizers of some types, as BPE whatever the file says
     assert json.loads((folder / "config.json").read_text())["model_type"] == case.model_type
