@@ -11,14 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from tests.support.family_parity import exact_error, mean_kl, mlx_logits, rotation_of, transformers_logits
+from tests.support.family_parity import exact_error, mean_kl, mlx_logits, transformers_logits
 from tests.support.tiny_families import CASES, EXPERTS, random_state, write_family
 from tqtool.errors import UserError
 from tqtool.formats.dtypes import DType
 from tqtool.pipeline.convert import ConvertRequest, plan_convert
 from tqtool.transform.families import FAMILIES
-from tqtool.transform.plan import OnRows, RotateHeads
+from tqtool.transform.plan import OnRows, RotateHeads, TransformPlan, plan_rotation
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -35,14 +37,16 @@ def test_folded_is_exact_in_float64(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROTATED)
 def test_one_missing_rotation_shows(name: str) -> None:
-    plan = rotation_of(CASES[name])
-    outputs = tuple(
-        replace(output, ops=tuple(op for op in output.ops if not isinstance(op, RotateHeads | OnRows)))
-        if output.name.startswith("model.layers.1.self_attn.") and not output.name.endswith("o_proj.weight")
-        else output
-        for output in plan.outputs
-    )
-    assert exact_error(CASES[name], plan=replace(plan, outputs=outputs)) > 1e-3
+    def change(plan: TransformPlan) -> TransformPlan:
+        outputs = tuple(
+            replace(output, ops=tuple(op for op in output.ops if not isinstance(op, RotateHeads | OnRows)))
+            if output.name.startswith("model.layers.1.self_attn.") and not output.name.endswith("o_proj.weight")
+            else output
+            for output in plan.outputs
+        )
+        return replace(plan, outputs=outputs)
+
+    assert exact_error(CASES[name], change=change) > 1e-3
 
 
 @pytest.mark.parametrize("name", ROTATED)
@@ -75,6 +79,40 @@ def test_gains_after_reload_are_the_planned_ones(tmp_path: Path, name: str) -> N
     state = random_state(CASES[name])
     assert gains.keys() == {path for path in state if "norm" in path}
     assert all(np.array_equal(gains[path], state[path]) for path in inner)
+
+
+# model_type, hidden, intermediate, heads, kv heads, vocabulary, and what else the published config says.
+PUBLISHED = {
+    "Llama-3.2-1B": ("llama", 2048, 8192, 32, 8, 128256, {"head_dim": 64, "tie_word_embeddings": True}),
+    "Llama-3.1-70B": ("llama", 8192, 28672, 64, 8, 128256, {}),
+    "Mistral-Nemo": ("mistral", 5120, 14336, 32, 8, 131072, {"head_dim": 128}),
+    "Qwen2.5-7B": ("qwen2", 3584, 18944, 28, 4, 152064, {}),
+    "Qwen3-32B": ("qwen3", 5120, 25600, 64, 8, 151936, {"head_dim": 128}),
+    "SmolLM3-3B": ("smollm3", 2048, 11008, 16, 4, 128256, {"tie_word_embeddings": True}),
+    "Granite-3.1-8B": ("granite", 4096, 12800, 32, 8, 49155, {"tie_word_embeddings": True}),
+    "Phi-3-mini": ("phi3", 3072, 8192, 32, 32, 32064, {}),
+    "Phi-3-medium": ("phi3", 5120, 17920, 40, 10, 32064, {}),
+    "Phi-4-mini": ("phi3", 3072, 8192, 24, 8, 200064, {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes_can_be_rotated(name: str) -> None:
+    """One layer of transformers' model without weights: every tensor claimed, every Hadamard matrix there."""
+    model_type, hidden, inner, heads, kv_heads, vocabulary, changes = PUBLISHED[name]
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads, "vocab_size": vocabulary}
+    config = CONFIG_MAPPING[model_type](
+        **sizes, num_key_value_heads=kv_heads, num_hidden_layers=1, **{"tie_word_embeddings": False, **changes}
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    plan = plan_rotation(shapes, config.to_dict())
+    assert {output.source for output in plan.outputs} == set(shapes)
+    (value,) = (o for o in plan.outputs if o.name.endswith(("v_proj.weight", "qkv_proj.weight")))
+    part = value.ops[-1]
+    rows = part.stop - part.start if isinstance(part, OnRows) else value.shape[0]
+    assert rows == kv_heads * (changes.get("head_dim") or hidden // heads)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import tempfile
+import json
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.support.tiny_families import VOCAB, TinyFamily, apart, load_state, random_state, together, unstacked
+from tests.support.tiny_families import ONE_BY_ONE, VOCAB, TinyFamily, build, unstacked
 from tqtool.runtime.blas import ensure_blas
 from tqtool.transform.apply import apply_folds
 from tqtool.transform.plan import TransformPlan, plan_rotation
@@ -19,23 +22,29 @@ from tqtool.transform.plan import TransformPlan, plan_rotation
 TOKENS = [int(token) for token in np.random.default_rng(3).integers(3, VOCAB, 40)]
 
 Logits = NDArray[np.float64]
+Change = Callable[[TransformPlan], TransformPlan]
 
 
-def exact_error(case: TinyFamily, *, seed: int = 42, plan: TransformPlan | None = None) -> float:
-    """Largest difference of float64 logits of transformers' model, folded against source, over the largest logit."""
-    state, config = random_state(case), case.config().to_dict()
-    plan, read = plan or rotation_of(case, seed=seed), apart(case, state).__getitem__
-    folded = together(case, {piece.name: apply_folds(piece, read, dtype=np.float64) for piece in plan.pieces()})
-    updated = CONFIG_MAPPING[case.model_type].from_dict(plan.updated_config(config))
-    reference = logits64(load_state(case.config(), state, dtype=torch.float64))
-    found = logits64(load_state(updated, folded, dtype=torch.float64))
+def exact_error(case: TinyFamily, *, seed: int = 42, change: Change | None = None) -> float:
+    """Largest difference of float64 logits of transformers' model, folded against source, over the largest logit.
+
+    Both go through files, so that the tensors have the names they have on disk. ``change`` plants a fault in the plan.
+    """
+    with TemporaryDirectory() as place:
+        source, folded = Path(place) / "source", Path(place) / "folded"
+        model = build(case, dtype=torch.float64)
+        model.save_pretrained(source)
+        tensors = load_file(source / "model.safetensors")
+        config = json.loads((source / "config.json").read_text())
+        plan = plan_rotation({name: array.shape for name, array in tensors.items()}, config, seed=seed)
+        plan = change(plan) if change is not None else plan
+        folded.mkdir()
+        outputs = {piece.name: apply_folds(piece, tensors.__getitem__, dtype=np.float64) for piece in plan.pieces()}
+        save_file(outputs, folded / "model.safetensors", metadata={"format": "pt"})
+        (folded / "config.json").write_text(json.dumps(plan.updated_config(config)))
+        reference = logits64(model)
+        found = logits64(AutoModelForCausalLM.from_pretrained(folded, dtype=torch.float64, **ONE_BY_ONE).eval())
     return float(np.abs(found - reference).max() / np.abs(reference).max())
-
-
-def rotation_of(case: TinyFamily, *, seed: int = 42) -> TransformPlan:
-    """The family's rotation of the model's parameters."""
-    shapes = {name: array.shape for name, array in apart(case, random_state(case)).items()}
-    return plan_rotation(shapes, case.config().to_dict(), seed=seed)
 
 
 def logits64(model: PreTrainedModel) -> Logits:
@@ -59,7 +68,7 @@ class _Norm64(torch.nn.Module):
 
 def transformers_logits(folder: Path, tokens: list[int] = TOKENS) -> Logits:
     """Logits of the folder's model in float32, through transformers."""
-    with tempfile.TemporaryDirectory() as work:
+    with TemporaryDirectory() as work:
         plain = unstacked(folder, Path(work) / "apart")
         model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     return _forward(model, tokens)

@@ -228,7 +228,8 @@ def _live_bytes(checkpoint: Checkpoint, work: Work) -> int:
     if not work.output.ops and isinstance(work.quantizer, RowQuantizer):
         # A cast reads its tensor at once; packing reads rows, and what they need is its scratch.
         return work.stored_bytes + (source if isinstance(work.quantizer, FloatStore) else 0)
-    is_copied = any(isinstance(op, FoldChannels | OnRows) for op in work.output.ops)
+    folds = [op.fold if isinstance(op, OnRows) else op for op in work.output.ops]
+    is_copied = any(isinstance(fold, FoldChannels) for fold in folds)
     return 4 * work.parameters + max(source + is_copied * 4 * work.parameters, work.stored_bytes)
 
 
