@@ -70,6 +70,7 @@ FOLDED: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {"partial_rotary_factor": 0.5}),
     ("qwen3_moe", {}),
     ("mixtral", {}),
+    ("qwen3_5", {}),
 ]
 
 

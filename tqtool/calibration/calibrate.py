@@ -140,7 +140,7 @@ def plan_calibration(request: CalibrationRequest) -> CalibrationJob:
         if dump.info.tokenizer_hash != vocabulary_sha256:
             raise UserError(f"{path}: a dump of another tokenizer, so its text cannot be told from the calibration's")
         require_disjoint(rows, (dump.tokens(index) for index in range(dump.info.windows)), str(path))
-    layers = {output.name.split(".")[2] for output in plan.outputs if output.name.startswith("model.layers.")}
+    layers = {output.layer for output in plan.outputs} - {None}
     job = CalibrationJob(
         request=request,
         checkpoint=checkpoint,

@@ -10,6 +10,14 @@ from tqtool.transform.plan import OutputTensor, Role, TransformPlan
 BASE_MEMORY_BYTES = 500 << 20
 
 
+_SAME_INPUT = {
+    Role.K: Role.Q,
+    Role.V: Role.Q,
+    Role.UP: Role.GATE,
+    Role.RATE: Role.LINEAR_IN,
+}
+
+
 @dataclass(slots=True)
 class _Layer:
     """One layer: its weights; widths of inputs that are summed, by reader; of stacks of experts, by reader."""
@@ -46,11 +54,11 @@ def estimates(plan: TransformPlan, *, tokens: int, longest: int, hidden: int, to
         hidden: Width of the residual stream.
         top: Experts that a token goes to.
     """
-    layers: dict[str, _Layer] = {}
+    layers: dict[int, _Layer] = {}
     for output in plan.outputs:
-        if not output.name.startswith("model.layers.") or len(output.shape) < 2:
+        if output.layer is None or output.module is None:
             continue
-        layer = layers.setdefault(output.name.split(".")[2], _Layer())
+        layer = layers.setdefault(output.layer, _Layer())
         layer.weights += math.prod(output.shape)
         if output.parts:
             layer.stacks[_reader(output.role)] = output
@@ -65,5 +73,5 @@ def estimates(plan: TransformPlan, *, tokens: int, longest: int, hidden: int, to
 
 
 def _reader(role: Role) -> Role:
-    """q, k and v read one input, gate and up another."""
-    return Role.Q if role in (Role.K, Role.V) else Role.GATE if role is Role.UP else role
+    """q, k and v read one input, gate, up and router another, and all that goes into linear attention one."""
+    return _SAME_INPUT.get(role, role)

@@ -124,7 +124,7 @@ class StreamedModel:
 
     def head_input(self, hidden: Array) -> Array:
         """What the head reads: the final norm of ``hidden``."""
-        norm = self._outputs["model.norm.weight"]
+        norm = next(output for name, output in self._outputs.items() if name.endswith("model.norm.weight"))
         module = self._model.model.norm
         module.load_weights([("weight", mx.array(apply_folds(norm, self._read)))], strict=True)
         result = module(mx.array(hidden))

@@ -59,7 +59,10 @@ MOST_SINK_WEIGHT = 1e6
 that ordinary rows add."""
 
 CALIBRATED_ROLES = frozenset(
-    {Role.QKV, Role.Q, Role.K, Role.V, Role.O, Role.GATE_UP, Role.GATE, Role.UP, Role.DOWN, Role.ROUTER, Role.HEAD}
+    {
+        *(Role.QKV, Role.Q, Role.K, Role.V, Role.O, Role.GATE_UP, Role.GATE, Role.UP, Role.DOWN),
+        *(Role.LINEAR_IN, Role.LINEAR_OUT, Role.RATE, Role.ROUTER, Role.HEAD),
+    }
 )
 """What a solver may take. A tied embedding is looked up too, where the head's Hessian says nothing: it is rounded."""
 

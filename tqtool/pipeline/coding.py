@@ -51,7 +51,7 @@ LOOKUP = Packed(bits=4, group_size=64, mode="affine")
 CARRIER_BITS, CARRIER_GROUP = 8, 64
 
 MLP_ROLES = frozenset({Role.GATE_UP, Role.GATE, Role.UP, Role.DOWN})
-BLOCK_ROLES = MLP_ROLES | {Role.QKV, Role.Q, Role.K, Role.V, Role.O}
+BLOCK_ROLES = MLP_ROLES | {Role.QKV, Role.Q, Role.K, Role.V, Role.O, Role.LINEAR_IN, Role.LINEAR_OUT}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,9 @@ class Coding:
             UserError: the carrier's groups do not divide the module's inputs.
         """
         tile = self.layout == "tile"
-        along_outputs = output.role is Role.O or (output.role is Role.DOWN and self.down_axis == "out")
+        along_outputs = output.role in (Role.O, Role.LINEAR_OUT) or (
+            output.role is Role.DOWN and self.down_axis == "out"
+        )
         axis: Literal[0, 1] = 0 if along_outputs and not tile else 1
         common: dict[str, Any] = {"options": options, "axis": axis, "tile": tile, "tick": self.tick, "encoder": encoder}
         if self.form == "packed":
@@ -122,11 +124,11 @@ def coded_modules(transform: TransformPlan, modules: Sequence[str], rules: Seque
     Raises:
         UserError: a glob matches nothing or an embedding, or nothing is left to code.
     """
-    # A router decides which weights are used at all, and is small: it is never coded.
+    # What decides which experts run, or how fast a state forgets, is small and never coded.
     linears = [
         output
         for output in transform.outputs
-        if output.module is not None and output.role not in (Role.EMBEDDING, Role.ROUTER)
+        if output.module is not None and output.role not in (Role.EMBEDDING, Role.ROUTER, Role.RATE)
     ]
     chosen: set[str] = set()
     for pattern in modules:

@@ -219,11 +219,14 @@ class StoredDtype:
         """What config.json must state: the request's; float32 where the source states a float64 that is not kept."""
 
     def of(self, output: OutputTensor) -> DType:
-        """Dtype of ``output``; integers keep theirs, float64 becomes float32 (MLX has none on the GPU)."""
+        """Dtype of ``output``; integers keep theirs, float64 becomes float32 (MLX has none on the GPU).
+
+        The logarithms of decays keep theirs too, as in mlx-lm: they are multiplied over the whole text.
+        """
         own = self._checkpoint.tensors[output.pieces[0].source].dtype
         if not own.is_float:
             return own
-        if self._whole is not None:
+        if self._whole is not None and (output.role is not Role.DECAY or own is DType.F64):
             return self._whole
         return DType.F32 if own is DType.F64 else own
 

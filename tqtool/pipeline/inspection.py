@@ -329,7 +329,9 @@ def _sizes(config: Mapping[str, Any]) -> Sizes:
     layers, hidden, heads = integer("num_hidden_layers"), integer("hidden_size"), integer("num_attention_heads")
     kv_heads = integer("num_key_value_heads", "num_attention_heads")
     head_dim = integer("head_dim") or (hidden // heads if hidden and heads else None)
-    cache = 2 * layers * kv_heads * head_dim * 2 if layers and kv_heads and head_dim else None
+    interval = integer("full_attention_interval")  # the other layers keep a state whose size does not grow
+    caching = layers // interval if layers and interval else layers
+    cache = 2 * caching * kv_heads * head_dim * 2 if caching and kv_heads and head_dim else None
     return Sizes(
         layers=layers,
         hidden=hidden,

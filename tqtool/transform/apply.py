@@ -15,11 +15,13 @@ from tqtool.transform.folds import (
     Fill,
     FoldChannels,
     OnRows,
+    Reshape,
     RotateHeads,
     RotateInput,
     RotateOutput,
     Rotation,
     ScaleInput,
+    Shift,
 )
 from tqtool.transform.outputs import OutputTensor
 
@@ -53,8 +55,12 @@ def apply_folds(output: OutputTensor, read: Read, *, dtype: Any = np.float32) ->
     """
     if output.ops and isinstance(output.ops[-1], Fill):
         return np.full(output.shape, output.ops[-1].value, dtype=dtype)
-    weight = _float_copy(output.source_text, taken_rows(output, read(output.source)), output.shape, dtype)
+    source = taken_rows(output, read(output.source))
+    stored = next((op.shape for op in output.ops if isinstance(op, Reshape)), output.shape)
+    weight = _float_copy(output.source_text, source, stored, dtype).reshape(output.shape)
     for op in output.ops:
+        if isinstance(op, Reshape):
+            continue
         if isinstance(op, FoldChannels):
             weight = _reordered(op, weight)
         elif isinstance(op, OnRows):
@@ -96,7 +102,9 @@ def _fold_rows(op: OnRows, weight: NDArray[Any], read: Read) -> None:
         _fold(op.fold, part, read)
 
 
-def _fold(op: ScaleInput | RotateInput | RotateOutput | RotateHeads | Fill, weight: NDArray[Any], read: Read) -> None:
+def _fold(
+    op: ScaleInput | RotateInput | RotateOutput | RotateHeads | Fill | Shift, weight: NDArray[Any], read: Read
+) -> None:
     """Apply one fold to ``weight`` ``[out, in]`` or ``[out]``, in place."""
     match op:
         case ScaleInput():
@@ -112,6 +120,8 @@ def _fold(op: ScaleInput | RotateInput | RotateOutput | RotateHeads | Fill, weig
             _rotate(weight, op.rotation, axis=axis, block=op.rotation.n)
         case Fill():
             weight.fill(op.value)
+        case Shift():
+            weight += op.value
         case _:
             assert_never(op)
 

@@ -38,11 +38,21 @@ class Slot(StrEnum):
     UP = "up"
     DOWN = "down"
     ROUTER = "router"
+    LINEAR_IN = "linear_in"
+    LINEAR_OUT = "linear_out"
+    RATE = "rate"
+    CONVOLUTION = "convolution"
+    STATE = "state"
+    DECAY = "decay"
+    TOWER = "tower"
+    TOWER_OUT = "tower_out"  # the one matrix of a vision tower that writes the residual stream, and its bias
 
     @property
     def role(self) -> Role:
         """Role of the slot's weight."""
-        return Role.NORM if self.value.endswith("norm") else Role(self.value)
+        if self.value.endswith("norm"):
+            return Role.NORM
+        return {Slot.CONVOLUTION: Role.STATE, Slot.TOWER_OUT: Role.TOWER}.get(self) or Role(self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +69,8 @@ class Family:
         gain_offset: 1 where norms multiply by 1 + w, else 0.
         head_dim: head_dim if config.json does not say; None means hidden_size / num_attention_heads.
         experts: The experts of its MLPs, or None.
+        is_hybrid: Gated DeltaNet layers between layers of gated attention, inside a model that may have a vision tower;
+            norms are stored around zero by Hugging Face and as they are by mlx-lm.
         rotation_refusal: Why a residual rotation cannot be folded, or None.
     """
 
@@ -71,6 +83,7 @@ class Family:
     gain_offset: float = 0.0
     head_dim: int | None = None
     experts: Experts | None = None
+    is_hybrid: bool = False
     rotation_refusal: str | None = None
 
 
@@ -106,6 +119,7 @@ FAMILIES: dict[str, Family] = {
                 width_key="intermediate_size",
             ),
         ),
+        Family(model_type="qwen3_5", qkv_bias="never", qk_norm=True, is_hybrid=True),
         Family(
             model_type="gemma3_text",
             qk_norm=True,

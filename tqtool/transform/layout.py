@@ -1,7 +1,8 @@
 """Which tensors a checkpoint of a family has, what each one is, and which of them write or read the residual stream.
 
-``read_layout`` turns a family, the config and the names found into a complete, checked list of parameters: all that the
-family must have is there, with its shape; all that was found is claimed, or dropped with a reason.
+``read_text`` turns a family, the config and the names found into a complete, checked list of parameters: all that the
+family must have is there, with its shape; all that was found is claimed, or dropped with a reason. ``claim`` does so
+for models that lie inside a larger one too.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tqtool.errors import SourceError
+from tqtool.transform.delta_net import DeltaNet, is_linear
 from tqtool.transform.experts import STACKS, Experts, sources
 from tqtool.transform.families import Family, Slot
+from tqtool.transform.folds import Op, Reshape
 from tqtool.transform.outputs import DroppedTensor, OutputTensor, Role
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -23,6 +26,8 @@ FINAL_NORM = "model.norm.weight"
 # Precomputed position tables of old exports: a function of config.json, which every loader recomputes.
 _ROTARY_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _MAX_LISTED = 8
+NO_MODULE = frozenset({Role.NORM, Role.STATE, Role.DECAY, Role.TOWER})
+"""Weights that are no linear layer or embedding of the language model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,30 +45,47 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One tensor of the model and its place; ``stack`` where it is a stack of experts."""
+    """One tensor of the model and its place.
+
+    Attributes:
+        source: Name in the source; None for ``name``.
+        stored: Folds that turn the source's way to store it into the artifact's, before all others.
+        stack: The stack, where it is one of experts.
+    """
 
     name: str
     shape: tuple[int, ...]
     slot: Slot
     layer: int | None = None
     is_bias: bool = False
+    source: str | None = None
+    stored: tuple[Op, ...] = ()
     stack: OutputTensor | None = None
+
+    @property
+    def source_name(self) -> str:
+        """Name in the source."""
+        return self.source or self.name
 
     def sources(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Name and shape of every source tensor that it claims."""
-        return sources(self.stack) if self.stack is not None else iter(((self.name, self.shape),))
+        if self.stack is not None:
+            return sources(self.stack)
+        shape = next((op.shape for op in self.stored if isinstance(op, Reshape)), self.shape)
+        return iter(((self.source_name, shape),))
 
     def output(self) -> OutputTensor:
         """The tensor passed through unchanged."""
         if self.stack is not None:
             return self.stack
-        is_matrix = not self.is_bias and self.slot.role is not Role.NORM
+        is_matrix = not self.is_bias and self.slot.role not in NO_MODULE
         return OutputTensor(
             name=self.name,
-            source=self.name,
+            source=self.source_name,
             shape=self.shape,
+            ops=self.stored,
             module=self.name.removesuffix(".weight") if is_matrix else None,
-            role=Role.BIAS if self.is_bias else self.slot.role,
+            role=Role.BIAS if self.is_bias and self.slot.role is not Role.TOWER else self.slot.role,
         )
 
 
@@ -73,6 +95,9 @@ class Layout:
 
     Attributes:
         is_tied: The head is the embedding (there is no head parameter).
+        gain_offset: 1 where the source stores gains around zero, else 0.
+        neutral_gain: What a folded norm's gain is in the artifact.
+        prefix: Of every name in the artifact.
         config_updates: What config.json must say explicitly for every loader to agree.
     """
 
@@ -81,11 +106,14 @@ class Layout:
     parameters: tuple[Parameter, ...]
     dropped: tuple[DroppedTensor, ...]
     is_tied: bool
+    gain_offset: float = 0.0
+    neutral_gain: float = 1.0
+    prefix: str = ""
     config_updates: dict[str, Any] = field(default_factory=dict)
 
 
-def read_layout(family: Family, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Layout:
-    """Claim every source tensor.
+def read_text(family: Family, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Layout:
+    """Claim every tensor of a language model.
 
     Raises:
         SourceError: config.json lacks a size, or a tensor is missing, left over or of an unexpected shape.
@@ -109,13 +137,15 @@ def read_layout(family: Family, shapes: Mapping[str, tuple[int, ...]], config: M
         parameters=parameters,
         dropped=dropped,
         is_tied=is_tied,
+        gain_offset=family.gain_offset,
+        neutral_gain=1.0 - family.gain_offset,
         config_updates=updates,
     )
 
 
-def identity_outputs(layout: Layout) -> tuple[OutputTensor, ...]:
-    """Every parameter, unchanged, in writing order."""
-    return tuple(parameter.output() for parameter in layout.parameters)
+def is_zero_centred(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a hybrid checkpoint is as Hugging Face has it: mlx-lm tells by convolutions of ``[channels, 1, k]``."""
+    return any(name.endswith("conv1d.weight") and shape[-1] != 1 for name, shape in shapes.items())
 
 
 def read_geometry(family: Family, config: Mapping[str, Any]) -> Geometry:
@@ -172,8 +202,11 @@ def _parameters(
     table_shape = (geometry.vocab, geometry.hidden)
     yield Parameter(name=EMBEDDING, shape=table_shape, slot=Slot.EMBEDDING)
     for layer in range(geometry.n_layers):
-        yield from _layer_norms(family, geometry, layer)
-        yield from _layer_linears(family, geometry, config, layer)
+        is_delta = family.is_hybrid and is_linear(layer, config)
+        yield from _layer_norms(family, geometry, layer, is_delta=is_delta)
+        if is_delta:
+            yield from _delta_net(geometry, config, shapes, layer)
+        yield from _layer_linears(family, geometry, config, layer, is_delta=is_delta)
         if family.experts is not None and family.experts.is_sparse(layer, config):
             yield from _layer_experts(family.experts, geometry, config, shapes, layer)
     yield Parameter(name=FINAL_NORM, shape=(geometry.hidden,), slot=Slot.FINAL_NORM)
@@ -181,7 +214,26 @@ def _parameters(
         yield Parameter(name=HEAD, shape=table_shape, slot=Slot.HEAD)
 
 
-def _layer_norms(family: Family, geometry: Geometry, layer: int) -> Iterator[Parameter]:
+def _delta_net(
+    geometry: Geometry, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], layer: int
+) -> Iterator[Parameter]:
+    net = DeltaNet(
+        key_heads=_size(config, "linear_num_key_heads"),
+        value_heads=_size(config, "linear_num_value_heads"),
+        key_dim=_size(config, "linear_key_head_dim"),
+        value_dim=_size(config, "linear_value_head_dim"),
+        kernel=_size(config, "linear_conv_kernel_dim"),
+    )
+    for slot, part, shape in net.tensors(geometry.hidden):
+        stored: tuple[Op, ...] = ()
+        if slot is Slot.CONVOLUTION:
+            channels, _, kernel = shape
+            shape = (channels, kernel, 1)
+            stored = (Reshape(shape=(channels, 1, kernel)),) if is_zero_centred(shapes) else ()
+        yield Parameter(name=f"model.layers.{layer}.{part}", shape=shape, slot=slot, layer=layer, stored=stored)
+
+
+def _layer_norms(family: Family, geometry: Geometry, layer: int, *, is_delta: bool) -> Iterator[Parameter]:
     hidden, head = (geometry.hidden,), (geometry.head_dim,)
     norms: list[tuple[str, tuple[int, ...], Slot]] = [("input_layernorm", hidden, Slot.ATTENTION_NORM)]
     if family.sandwich_norms:
@@ -192,13 +244,15 @@ def _layer_norms(family: Family, geometry: Geometry, layer: int) -> Iterator[Par
         ]
     else:
         norms += [("post_attention_layernorm", hidden, Slot.MLP_NORM)]
-    if family.qk_norm:
+    if family.qk_norm and not is_delta:
         norms += [("self_attn.q_norm", head, Slot.INNER_NORM), ("self_attn.k_norm", head, Slot.INNER_NORM)]
     for name, shape, slot in norms:
         yield Parameter(name=f"model.layers.{layer}.{name}.weight", shape=shape, slot=slot, layer=layer)
 
 
-def _layer_linears(family: Family, geometry: Geometry, config: Mapping[str, Any], layer: int) -> Iterator[Parameter]:
+def _layer_linears(
+    family: Family, geometry: Geometry, config: Mapping[str, Any], layer: int, *, is_delta: bool
+) -> Iterator[Parameter]:
     query = geometry.n_heads * geometry.head_dim
     key_value = geometry.n_kv_heads * geometry.head_dim
     attention_bias = family.qkv_bias == "config" and config.get("attention_bias", False)
@@ -206,7 +260,8 @@ def _layer_linears(family: Family, geometry: Geometry, config: Mapping[str, Any]
     mlp_bias = family.mlp_bias and config.get("mlp_bias", False)
     hidden, inner = geometry.hidden, geometry.intermediate
     into_attention: tuple[tuple[Slot, str, int, int, bool], ...] = (
-        (Slot.Q, "self_attn.q_proj", query, hidden, qkv_bias),
+        # A hybrid's has the gate of every output channel beside its query.
+        (Slot.Q, "self_attn.q_proj", 2 * query if family.is_hybrid else query, hidden, qkv_bias),
         (Slot.K, "self_attn.k_proj", key_value, hidden, qkv_bias),
         (Slot.V, "self_attn.v_proj", key_value, hidden, qkv_bias),
     )
@@ -220,7 +275,8 @@ def _layer_linears(family: Family, geometry: Geometry, config: Mapping[str, Any]
         mlp = ((Slot.GATE_UP, "mlp.gate_up_proj", 2 * inner, hidden, mlp_bias), mlp[-1])
     if family.experts is not None and family.experts.is_sparse(layer, config):
         mlp = ()
-    linears = (*into_attention, (Slot.O, "self_attn.o_proj", hidden, query, attention_bias), *mlp)
+    attention = (*into_attention, (Slot.O, "self_attn.o_proj", hidden, query, attention_bias))
+    linears = mlp if is_delta else (*attention, *mlp)
     for slot, module, n_out, n_in, has_bias in linears:
         stem = f"model.layers.{layer}.{module}"
         yield Parameter(name=f"{stem}.weight", shape=(n_out, n_in), slot=slot, layer=layer)

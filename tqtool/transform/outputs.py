@@ -6,6 +6,7 @@ them: a stack has one part an expert, and every part is folded, calibrated and q
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,6 +14,8 @@ from typing import Any
 
 from tqtool.errors import UserError
 from tqtool.transform.folds import Op, op_from_json, op_to_json
+
+_LAYER = re.compile(r"(?:language_model\.)?model\.layers\.(\d+)\.")
 
 
 class Role(StrEnum):
@@ -32,6 +35,12 @@ class Role(StrEnum):
     NORM = "norm"
     BIAS = "bias"
     ROUTER = "router"
+    LINEAR_IN = "linear_in"  # into linear attention: q, k, v and the output's gate
+    LINEAR_OUT = "linear_out"
+    RATE = "rate"  # into linear attention: how fast its state is written and forgotten
+    TOWER = "tower"  # of a vision tower
+    STATE = "state"  # parameters of a recurrence and its convolution
+    DECAY = "decay"  # the same, kept in the source's own type
     OTHER = "other"
 
 
@@ -77,6 +86,12 @@ class OutputTensor:
     def folds(self) -> tuple[Op, ...]:
         """Its folds; of a stack those of the first part, which differ from the others' in channel orders at most."""
         return self.pieces[0].ops
+
+    @property
+    def layer(self) -> int | None:
+        """Number of the decoder layer that it lies in, or None."""
+        found = _LAYER.match(self.name)
+        return int(found.group(1)) if found else None
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form; ``from_json`` gives back an equal tensor."""
