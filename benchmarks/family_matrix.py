@@ -44,8 +44,8 @@ of both signs and far from one, biases. {tools}.
 * **KL float32**, **KL bf16**: mean KL(source ‖ folded) in nats, weights stored so, through transformers / stock mlx-lm.
 * **convert -q**: rotated, 4-bit affine. **calibrate**: Hessians in the rotated basis. **trellis**: k = 3, every linear
   layer of the blocks, packed. **trellis --ldlq**: with feedback in tiles, `--fold-channels`, as `--fake-quant`. Each is
-  verified; the figure is its mean KL to the source on 256 characters that the calibration does not read (random models
-  have no redundancy: compare within a row only).
+  verified; the figure is its mean KL to the source on 256 characters that the calibration does not read. It says that
+  nothing is broken, not how good a method is: one random model each, whose mean a few positions decide.
 * **stock**: `convert -q` and `--fake-quant` loaded by `mlx_lm.load` in a process without tqtool; they generate.
 * **generate**: the packed artifact, `tqtool generate`.
 

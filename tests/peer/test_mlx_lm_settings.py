@@ -25,7 +25,7 @@ from tqtool.pipeline.rules import DEFAULT_GROUP, ROUTER_BITS
 from tqtool.source.checkpoint import open_checkpoint
 from tqtool.source.mlx_lm import behaviour_warnings, refuse_unservable
 from tqtool.source.mlx_lm_settings import eight_bit_modules, rotary_warnings, setting_refusal, stated_defaults
-from tqtool.transform.families import FAMILIES
+from tqtool.transform.families import FAMILIES, LAYER_NORM_REFUSAL, POST_NORM_REFUSAL, REFUSED_ROTATION
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -203,3 +203,21 @@ def test_another_activation_is_said(model_type: str) -> None:
         "hidden_act is 'gelu'" in line for line in behaviour_warnings(random_config(model_type, hidden_act="gelu"))
     )
     assert behaviour_warnings(random_config(model_type, hidden_act="silu")) == ()
+
+
+@pytest.mark.parametrize("model_type", [name for name, why in REFUSED_ROTATION.items() if why is LAYER_NORM_REFUSAL])
+def test_what_is_refused_for_its_layer_norms_has_them(model_type: str) -> None:
+    text = Path(str(importlib.import_module(f"mlx_lm.models.{model_type}").__file__)).read_text()
+    assert "nn.LayerNorm(" in text
+    assert "nn.RMSNorm(" not in text
+
+
+WRAPPERS = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
+
+
+@pytest.mark.parametrize("model_type", [name for name, why in REFUSED_ROTATION.items() if why is POST_NORM_REFUSAL])
+def test_what_is_refused_for_its_post_norms_has_them(model_type: str) -> None:
+    """A norm between what the MLP writes and the residual stream; families that can be rotated have none."""
+    for name, has_them in ((WRAPPERS.get(model_type, model_type), True), ("llama", False)):
+        text = Path(str(importlib.import_module(f"mlx_lm.models.{name}").__file__)).read_text()
+        assert bool(re.search(r"self\.post_(feedforward|mlp)_layernorm\(", text)) is has_them
