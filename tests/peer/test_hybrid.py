@@ -15,7 +15,7 @@ from tests.support.conversions import convert
 from tests.support.family_parity import mean_kl, mlx_logits
 from tests.support.stock import stock_convert, stock_generate
 from tests.support.tensors import raw_tensors
-from tests.support.tiny_hybrid import VOCAB, build, change, tensors_of, write_hybrid
+from tests.support.tiny_hybrid import EXPERTS, VOCAB, build, change, fused, tensors_of, write_hybrid
 from tqtool.calibration.calibrate import CalibrationRequest, calibrate, plan_calibration
 from tqtool.errors import SourceError
 from tqtool.formats.dtypes import DType
@@ -41,11 +41,11 @@ def dense(source: Path, out: Path, seed: int | None = None) -> Path:
     return out
 
 
-def served(folder: Path) -> Any:
+def served(folder: Path, **options: Any) -> Any:
     """Logits of any artifact as the runtime serves it."""
     import mlx.core as mx
 
-    return np.array(load(folder).model(mx.array(TOKENS)[None])[0].astype(mx.float32), np.float64)
+    return np.array(load(folder, **options).model(mx.array(TOKENS)[None])[0].astype(mx.float32), np.float64)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -192,3 +192,62 @@ def test_one_tensor_in_two_spellings_is_refused(source: Path, tmp_path: Path) ->
     change(other, tensors | {"language_model.lm_head.weight": tensors["lm_head.weight"]})
     with pytest.raises(SourceError, match="one tensor in two spellings"):
         plan_convert(ConvertRequest(source=str(other), out=tmp_path / "out"))
+
+
+# ------------------------------------------------------------------------------------------------------ experts
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A qwen3_5_moe as published: gate and up of all experts in one tensor, which stock mlx-lm reads."""
+    folder = write_hybrid(tmp_path_factory.mktemp("mixture") / "source", experts=True)
+    return change(folder, fused(tensors_of(folder)))
+
+
+def test_a_mixture_folded_is_the_source_in_both_stacks(mixture: Path, tmp_path: Path) -> None:
+    with torch.no_grad():
+        expected = build(experts=True)(torch.tensor([TOKENS])).logits[0].double().numpy()
+    plain = mlx_logits(dense(mixture, tmp_path / "dense"), TOKENS)
+    assert np.abs(plain - expected).max() < 1e-4 * np.abs(expected).max()
+    assert 0 < mean_kl(expected, mlx_logits(dense(mixture, tmp_path / "rotated", 42), TOKENS)) <= 1e-5
+
+
+def test_every_spelling_of_experts_gives_the_same_bytes(mixture: Path, tmp_path: Path) -> None:
+    apart = write_hybrid(tmp_path / "apart", experts=True)
+    first, second = dense(mixture, tmp_path / "first", 42), dense(apart, tmp_path / "second", 42)
+    assert raw_tensors(first) == raw_tensors(second)
+
+
+def test_bytes_of_a_mixture_are_those_of_mlx_lm_convert(mixture: Path, tmp_path: Path) -> None:
+    """Routers, and what decides how much of the shared expert counts, at eight bits in both."""
+    convert(mixture, tmp_path / "ours")
+    stock_convert([(mixture, tmp_path / "stock", {"quantize": True, "q_bits": 4, "q_group_size": 64})])
+    ours, stock = raw_tensors(tmp_path / "ours"), raw_tensors(tmp_path / "stock")
+    assert {name: ours[name] for name in stock} == stock
+    assert {name.split(".")[0] for name in ours.keys() - stock.keys()} == {"vision_tower"}
+
+
+def test_a_mixture_is_calibrated_coded_and_generates(
+    mixture: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    request = CalibrationRequest(
+        source=str(mixture), out=tmp_path / "hessians", text=TEXT, rows=4, context=64, rotation_seed=42
+    )
+    info = calibrate(plan_calibration(request))
+    assert [len(record.tokens) for record in info.routing] == [EXPERTS["num_experts"]] * 5
+    assert all(sum(record.tokens) == 4 * 64 * 2 for record in info.routing)
+    shared = "language_model.model.layers.0.mlp.shared_expert.gate_proj"
+    assert info.input_of(shared) == info.input_of("language_model.model.layers.0.mlp.gate")
+    job = plan_trellis(
+        TrellisRequest(
+            source=str(mixture),
+            out=tmp_path / "packed",
+            options=TrellisOptions(k=4),
+            modules=("all",),
+            hessians=tmp_path / "hessians",
+        )
+    )
+    job.run(check=lambda folder: check_trellis(job, folder, "forward"))
+    # A random mixture sends tokens elsewhere for any rounding, so its KL says nothing: both ways to run it agree.
+    packed, expanded = served(tmp_path / "packed"), served(tmp_path / "packed", compute="expand")
+    assert np.abs(packed - expanded).max() < 1e-3 * np.abs(expanded).max()
+    answer = run(capsys, monkeypatch, "generate", tmp_path / "packed", "--prompt", "a", "--max-tokens", 4, "--json")
+    assert json.loads(answer.out)["new_tokens"] == 4

@@ -11,8 +11,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
-from transformers import AutoModelForImageTextToText, PreTrainedModel
-from transformers.models.qwen3_5 import Qwen3_5Config
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
 
 from tests.support.tiny_bpe import write_bpe
 
@@ -41,6 +40,12 @@ TEXT: dict[str, Any] = {
         "mrope_section": [2, 1, 1],
     },
 }
+EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
+}
 VISION: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 32,
@@ -54,10 +59,11 @@ VISION: dict[str, Any] = {
 }
 
 
-def build(*, tied: bool = False) -> PreTrainedModel:
+def build(*, tied: bool = False, experts: bool = False) -> PreTrainedModel:
     """transformers' model: heavy tails, an outlier channel, gains far from their neutral zero."""
-    text = {**TEXT, "tie_word_embeddings": tied}
-    config = Qwen3_5Config(text_config=text, vision_config=VISION, tie_word_embeddings=tied)
+    text = {**TEXT, **(EXPERTS if experts else {}), "tie_word_embeddings": tied}
+    kind = CONFIG_MAPPING["qwen3_5_moe" if experts else "qwen3_5"]
+    config = kind(text_config=text, vision_config=VISION, tie_word_embeddings=tied)
     model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     rng = np.random.default_rng(0)
     with torch.no_grad():
@@ -80,12 +86,25 @@ def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDAr
     return weight
 
 
-def write_hybrid(folder: Path, *, tied: bool = False) -> Path:
+def write_hybrid(folder: Path, *, tied: bool = False, experts: bool = False) -> Path:
     """The model's folder as transformers writes it, with a tokenizer."""
-    build(tied=tied).save_pretrained(folder)
+    build(tied=tied, experts=experts).save_pretrained(folder)
     write_bpe(folder)
-    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3_5"
+    assert json.loads((folder / "config.json").read_text())["model_type"] == ("qwen3_5_moe" if experts else "qwen3_5")
     return folder
+
+
+def fused(tensors: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """A tensor an expert → gate and up of all in one, as the published models have it."""
+    found = {name: array for name, array in tensors.items() if ".experts." not in name}
+    for stem in sorted({name.partition(".experts.")[0] for name in tensors if ".experts." in name}):
+        gate, up, down = (
+            np.stack([tensors[f"{stem}.experts.{e}.{name}_proj.weight"] for e in range(EXPERTS["num_experts"])])
+            for name in ("gate", "up", "down")
+        )
+        found[f"{stem}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        found[f"{stem}.experts.down_proj"] = down
+    return found
 
 
 def change(folder: Path, tensors: dict[str, NDArray[Any]] | None = None, **settings: Any) -> Path:

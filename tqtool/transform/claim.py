@@ -46,6 +46,8 @@ def _read_nested(family: Family, shapes: Mapping[str, tuple[int, ...]], config: 
     is_shifted = is_zero_centred(shapes)
 
     def renamed(parameter: Parameter) -> Parameter:
+        if parameter.stack is not None:
+            return replace(parameter, name=PREFIX + parameter.name, stack=_renamed_stack(parameter.stack, names.text))
         shift = is_shifted and parameter.slot in _ZERO_CENTRED
         stored = (Shift(value=1.0),) if shift else parameter.stored
         return replace(parameter, name=PREFIX + parameter.name, source=names.text[parameter.name], stored=stored)
@@ -63,6 +65,14 @@ def _read_nested(family: Family, shapes: Mapping[str, tuple[int, ...]], config: 
         prefix=PREFIX,
         config_updates=_nested_updates(config, is_tied=plain.is_tied),
     )
+
+
+def _renamed_stack(stack: OutputTensor, text: Mapping[str, str]) -> OutputTensor:
+    parts = tuple(
+        replace(part, name=PREFIX + part.name, module=f"{PREFIX}{part.module}", source=text[part.source])
+        for part in stack.parts
+    )
+    return replace(stack, name=PREFIX + stack.name, module=f"{PREFIX}{stack.module}", parts=parts)
 
 
 def _nested_updates(config: Mapping[str, Any], *, is_tied: bool) -> dict[str, Any]:

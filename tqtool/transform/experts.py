@@ -1,8 +1,8 @@
 """Mixture-of-experts blocks as data: which layers have them, what experts and router are called, where they lie.
 
 mlx-lm runs the experts of a layer as three stacks ``[experts, out, in]`` and stores them so; other checkpoints have a
-tensor an expert. Both are claimed, and a stack's parts always go by the names of the second kind, so that a calibration
-of one fits the other.
+tensor an expert, or gate and up of all experts in one. All are claimed, and a stack's parts always go by the names of
+the second kind, so that a calibration of one fits the other.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Experts:
         names: gate, up and down of one expert, under ``block.experts.N``.
         count_keys: Fields of config.json with the number of experts: the first that is there counts.
         width_key: Field with the hidden width of one expert.
+        shared_key: Field with the width of an expert that every token reads, beside the others; None if there is none.
         sparse_fields: True where ``mlp_only_layers`` and ``decoder_sparse_step`` say which layers are dense.
     """
 
@@ -34,6 +35,7 @@ class Experts:
     names: Mapping[Role, str]
     count_keys: tuple[str, ...]
     width_key: str
+    shared_key: str | None = None
     sparse_fields: bool = False
 
     def is_sparse(self, layer: int, config: Mapping[str, Any]) -> bool:
@@ -73,17 +75,18 @@ class Experts:
         stem = f"model.layers.{layer}.{self.block}"
         name = self.stack_name(layer, role)
         count, n_out, n_in = shape
-        is_stacked = name in shapes
+        source, stride, first = self._place(stem, name, role, n_out, shapes)
 
         def part(expert: int) -> OutputTensor:
             alone = f"{stem}.experts.{expert}.{self.names[role]}"
+            start = expert * stride + first
             return OutputTensor(
                 name=f"{alone}.weight",
-                source=name if is_stacked else f"{alone}.weight",
+                source=source or f"{alone}.weight",
                 shape=(n_out, n_in),
                 module=alone,
                 role=role,
-                rows=(expert * n_out, (expert + 1) * n_out) if is_stacked else None,
+                rows=None if source is None else (start, start + n_out),
             )
 
         parts = tuple(part(expert) for expert in range(count))
@@ -91,11 +94,24 @@ class Experts:
             name=name, source="", shape=shape, module=name.removesuffix(".weight"), role=role, parts=parts
         )
 
+    def _place(
+        self, stem: str, name: str, role: Role, n_out: int, shapes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[str | None, int, int]:
+        """The tensor of all experts, its rows for each of them, the first of ``role``'s; None if each has its own."""
+        if name in shapes:
+            return name, n_out, 0
+        fused, down = f"{stem}.experts.gate_up_proj", f"{stem}.experts.down_proj"
+        if fused not in shapes:
+            return None, 0, 0
+        return (down, n_out, 0) if role is Role.DOWN else (fused, 2 * n_out, n_out if role is Role.UP else 0)
+
 
 def sources(stack: OutputTensor) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every source tensor that ``stack`` takes: one, or one for each part."""
-    if stack.parts[0].rows is not None:
-        yield stack.parts[0].source, stack.shape
+    first = stack.parts[0]
+    if first.rows is not None:
+        experts, n_out, n_in = stack.shape
+        yield first.source, (experts, 2 * n_out if first.source.endswith("gate_up_proj") else n_out, n_in)
         return
     for part in stack.parts:
         yield part.source, part.shape

@@ -87,6 +87,8 @@ class Family:
     rotation_refusal: str | None = None
 
 
+QWEN_EXPERT = {Role.GATE: "gate_proj", Role.UP: "up_proj", Role.DOWN: "down_proj"}
+
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
@@ -103,7 +105,7 @@ FAMILIES: dict[str, Family] = {
             head_dim=128,
             experts=Experts(
                 block="mlp",
-                names={Role.GATE: "gate_proj", Role.UP: "up_proj", Role.DOWN: "down_proj"},
+                names=QWEN_EXPERT,
                 count_keys=("num_experts", "num_local_experts"),
                 width_key="moe_intermediate_size",
                 sparse_fields=True,
@@ -120,6 +122,19 @@ FAMILIES: dict[str, Family] = {
             ),
         ),
         Family(model_type="qwen3_5", qkv_bias="never", qk_norm=True, is_hybrid=True),
+        Family(
+            model_type="qwen3_5_moe",
+            qkv_bias="never",
+            qk_norm=True,
+            is_hybrid=True,
+            experts=Experts(
+                block="mlp",
+                names=QWEN_EXPERT,
+                count_keys=("num_experts", "num_local_experts"),
+                width_key="moe_intermediate_size",
+                shared_key="shared_expert_intermediate_size",
+            ),
+        ),
         Family(
             model_type="gemma3_text",
             qk_norm=True,

@@ -164,7 +164,7 @@ def read_geometry(family: Family, config: Mapping[str, Any]) -> Geometry:
         )
     return Geometry(
         hidden=hidden,
-        intermediate=_size(config, "intermediate_size"),
+        intermediate=_size(config, "intermediate_size", default=0 if family.experts is not None else None),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
@@ -177,7 +177,8 @@ def _size(config: Mapping[str, Any], key: str, *, default: int | None = None) ->
     value = config.get(key)
     if value is None:
         value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+    is_default = default is not None and config.get(key) is None
+    if not isinstance(value, int) or isinstance(value, bool) or (value <= 0 and not is_default):
         raise SourceError(f"config.json: {key}: expected a positive integer, found {config.get(key)!r}")
     return value
 
@@ -301,10 +302,26 @@ def _layer_experts(
         )
     router = f"{experts.router(layer)}.weight"
     yield Parameter(name=router, shape=(count, geometry.hidden), slot=Slot.ROUTER, layer=layer)
+    if experts.shared_key is not None:
+        yield from _shared_expert(experts, geometry, config, layer)
     for role in STACKS:
         sides = (geometry.hidden, width) if role is Role.DOWN else (width, geometry.hidden)
         stack = experts.stack(layer, role, (count, *sides), shapes)
         yield Parameter(name=stack.name, shape=stack.shape, slot=Slot(role.value), layer=layer, stack=stack)
+
+
+def _shared_expert(experts: Experts, geometry: Geometry, config: Mapping[str, Any], layer: int) -> Iterator[Parameter]:
+    """The expert that every token reads, and what decides how much of it."""
+    assert experts.shared_key is not None, "asked for families that have one"
+    stem, hidden, width = f"model.layers.{layer}.{experts.block}", geometry.hidden, _size(config, experts.shared_key)
+    linears = (
+        (Slot.ROUTER, "shared_expert_gate", (1, hidden)),
+        (Slot.GATE, "shared_expert.gate_proj", (width, hidden)),
+        (Slot.UP, "shared_expert.up_proj", (width, hidden)),
+        (Slot.DOWN, "shared_expert.down_proj", (hidden, width)),
+    )
+    for slot, module, shape in linears:
+        yield Parameter(name=f"{stem}.{module}.weight", shape=shape, slot=slot, layer=layer)
 
 
 def _dropped(shapes: Mapping[str, tuple[int, ...]], *, is_tied: bool) -> Iterator[DroppedTensor]:
