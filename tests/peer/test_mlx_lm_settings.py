@@ -72,7 +72,7 @@ def test_the_artifact_says_what_the_source_left_out(tmp_path: Path) -> None:
     assert neutral.keys() <= config.keys()
     (source / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in neutral}))
     warnings = open_checkpoint(str(source)).warnings
-    assert "config.json leaves out residual_multiplier, logits_scaling; stated, as mlx-lm has no default" in warnings
+    assert "config.json: residual_multiplier, logits_scaling stated as mlx-lm needs it" in warnings
     plan_convert(ConvertRequest(source=str(source), out=tmp_path / "out", dtype=DType.F32)).run()
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {name: written[name] for name in neutral} == neutral
@@ -138,6 +138,17 @@ def test_positions_that_mlx_lm_s_phi3_does_not_load_are_refused(scaling: dict[st
     with pytest.raises(ValueError, match="rope_scaling must contain keys"):
         arguments(config)
     assert "mlx-lm's phi3 knows longrope and su" in str(setting_refusal(config))
+
+
+def test_the_newer_name_of_the_kind_is_repeated_where_mlx_lm_s_phi3_reads_it() -> None:
+    config = phi3({"rope_type": "longrope", **FACTORS})
+    with pytest.raises(ValueError, match="rope_scaling must contain keys"):
+        arguments(config)
+    whole = config | stated_defaults(config)
+    assert arguments(whole).rope_scaling["type"] == "longrope"
+    assert setting_refusal(whole) is None
+    assert stated_defaults(whole) == {}
+    assert stated_defaults(random_config("llama", rope_scaling={"rope_type": "llama3"})) == {}
 
 
 @pytest.mark.parametrize("kind", ["longrope", "su"])

@@ -31,9 +31,15 @@ _EIGHT_BITS: Final = {"granite": ("*.o_proj", "*.down_proj", "lm_head")}
 
 
 def stated_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``config`` leaves to defaults that mlx-lm does not have."""
-    defaults = _STATED.get(str(config.get("model_type")), {})
-    return {key: value for key, value in defaults.items() if config.get(key) is None}
+    """What ``config`` leaves to defaults that mlx-lm does not have, or says in words that it does not know."""
+    kind, scaling = str(config.get("model_type")), config.get("rope_scaling")
+    stated = {key: value for key, value in _STATED.get(kind, {}).items() if config.get(key) is None}
+    if kind == "phi3" and scaling and "type" not in scaling and "rope_type" in scaling:
+        stated["rope_scaling"] = {
+            **scaling,
+            "type": scaling["rope_type"],
+        }  # the newer name, which its model does not read
+    return stated
 
 
 def eight_bit_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
