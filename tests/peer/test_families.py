@@ -15,7 +15,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.support.family_parity import exact_error, mean_kl, mlx_logits, transformers_logits
-from tests.support.tiny_families import CASES, random_state, write_family
+from tests.support.tiny_families import CASES, EXPERTS, random_state, write_family
 from tqtool.errors import UserError
 from tqtool.formats.dtypes import DType
 from tqtool.pipeline.convert import ConvertRequest, plan_convert
@@ -31,7 +31,8 @@ REFUSED = [name for name in CASES if name not in ROTATED]
 
 @pytest.mark.parametrize("name", ROTATED)
 def test_folded_is_exact_in_float64(name: str) -> None:
-    assert exact_error(CASES[name]) < EXACT
+    # transformers' routers take their softmax in float32; tests/property/test_folds.py has experts exact.
+    assert exact_error(CASES[name]) < (1e-6 if CASES[name].model_type in EXPERTS else EXACT)
 
 
 @pytest.mark.parametrize("name", ROTATED)

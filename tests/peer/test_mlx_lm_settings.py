@@ -21,6 +21,7 @@ from tests.support.tiny_families import CASES, write_family
 from tqtool.errors import SourceError
 from tqtool.formats.dtypes import DType
 from tqtool.pipeline.convert import ConvertRequest, plan_convert
+from tqtool.pipeline.rules import DEFAULT_GROUP, ROUTER_BITS
 from tqtool.source.checkpoint import open_checkpoint
 from tqtool.source.mlx_lm import behaviour_warnings, refuse_unservable
 from tqtool.source.mlx_lm_settings import eight_bit_modules, rotary_warnings, setting_refusal, stated_defaults
@@ -102,11 +103,16 @@ def test_no_other_model_of_mlx_lm_decides_bits_or_casts_alone(model_type: str) -
 
     module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(model_type, model_type)}")
     assert not hasattr(module.Model, "cast_predicate")
+    if model_type == "qwen3_moe":  # the router, as ``router_rules`` has it for every family
+        predicate = module.Model.quant_predicate.fget(None)
+        assert predicate("model.layers.0.mlp.gate", None) == {"group_size": DEFAULT_GROUP, "bits": ROUTER_BITS}
+        assert predicate("model.layers.0.mlp.switch_mlp.gate_proj", None) is True
+        return
     assert hasattr(module.Model, "quant_predicate") is bool(eight_bit_modules({"model_type": model_type}))
 
 
 # ------------------------------------------------------------------------------------------------- what is not there
-@pytest.mark.parametrize("model_type", ["granite", "phi3", "qwen2"])
+@pytest.mark.parametrize("model_type", ["granite", "mixtral", "phi3", "qwen2"])
 def test_a_head_dim_that_mlx_lm_does_not_read_is_refused(model_type: str) -> None:
     config = random_config(model_type, **GRANITE, head_dim=16, attention_bias=False, mlp_bias=False)
     assert not hasattr(arguments(config), "head_dim")

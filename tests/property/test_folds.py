@@ -40,7 +40,7 @@ BIASED = {"attention_bias": True, "mlp_bias": True}
 
 
 def fold(weights: Weights, plan: TransformPlan) -> Weights:
-    return {output.name: apply_folds(output, weights.__getitem__, dtype=np.float64) for output in plan.outputs}
+    return {piece.name: apply_folds(piece, weights.__getitem__, dtype=np.float64) for piece in plan.pieces()}
 
 
 def shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
@@ -68,6 +68,9 @@ FOLDED: list[tuple[str, dict[str, Any]]] = [
     ("granite", BIASED),
     ("phi3", {}),
     ("phi3", {"partial_rotary_factor": 0.5}),
+    ("qwen3_moe", {}),
+    ("mixtral", {}),
+    ("qwen3_5", {}),
 ]
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.support.tiny_families import VOCAB, TinyFamily, build
+from tests.support.tiny_families import ONE_BY_ONE, VOCAB, TinyFamily, build, unstacked
 from tqtool.runtime.blas import ensure_blas
 from tqtool.transform.apply import apply_folds
 from tqtool.transform.plan import TransformPlan, plan_rotation
@@ -39,11 +39,11 @@ def exact_error(case: TinyFamily, *, seed: int = 42, change: Change | None = Non
         plan = plan_rotation({name: array.shape for name, array in tensors.items()}, config, seed=seed)
         plan = change(plan) if change is not None else plan
         folded.mkdir()
-        outputs = {output.name: apply_folds(output, tensors.__getitem__, dtype=np.float64) for output in plan.outputs}
+        outputs = {piece.name: apply_folds(piece, tensors.__getitem__, dtype=np.float64) for piece in plan.pieces()}
         save_file(outputs, folded / "model.safetensors", metadata={"format": "pt"})
         (folded / "config.json").write_text(json.dumps(plan.updated_config(config)))
         reference = logits64(model)
-        found = logits64(AutoModelForCausalLM.from_pretrained(folded, dtype=torch.float64).eval())
+        found = logits64(AutoModelForCausalLM.from_pretrained(folded, dtype=torch.float64, **ONE_BY_ONE).eval())
     return float(np.abs(found - reference).max() / np.abs(reference).max())
 
 
@@ -68,7 +68,10 @@ class _Norm64(torch.nn.Module):
 
 def transformers_logits(folder: Path, tokens: list[int] = TOKENS) -> Logits:
     """Logits of the folder's model in float32, through transformers."""
-    return _forward(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), tokens)
+    with TemporaryDirectory() as work:
+        plain = unstacked(folder, Path(work) / "apart")
+        model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    return _forward(model, tokens)
 
 
 def mlx_logits(folder: Path, tokens: list[int] = TOKENS) -> Logits:

@@ -8,6 +8,7 @@ bfloat16, so that one model serves all three precisions.
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.tiny_bpe import write_bpe
@@ -110,6 +112,23 @@ CASES: dict[str, TinyFamily] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3_moe": TinyFamily(
+        model_type="qwen3_moe",
+        what="six experts, two a token, a dense layer, q and k norms",
+        settings={
+            "head_dim": 64,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "mixtral": TinyFamily(
+        model_type="mixtral",
+        what="four experts, two a token",
+        settings={"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 192},
+    ),
     "gemma3_text": TinyFamily(
         model_type="gemma3_text",
         what="norms after the blocks, tied",
@@ -138,6 +157,36 @@ def random_state(case: TinyFamily) -> dict[str, NDArray[np.float64]]:
     }
 
 
+EXPERTS = {
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+}
+"""Block in a checkpoint, and gate, up and down of an expert there; in transformers all is ``mlp.experts``, stacked."""
+
+
+ONE_BY_ONE = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
+"""transformers' experts one after another: its grouped products know no float64."""
+
+
+def unstacked(folder: Path, out: Path) -> Path:
+    """A copy of an artifact with a tensor an expert, as transformers reads it; any other artifact itself."""
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] not in EXPERTS:
+        return folder
+    block, names = EXPERTS[config["model_type"]]
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors*", "tqtool"))
+    tensors: dict[str, NDArray[Any]] = {}
+    for name, array in load_file(folder / "model.safetensors").items():
+        stem, is_stack, rest = name.partition(f".{block}.switch_mlp.")
+        if not is_stack:
+            tensors[name] = array
+            continue
+        own = dict(zip(("gate_proj", "up_proj", "down_proj"), names, strict=True))[rest.removesuffix(".weight")]
+        tensors |= {f"{stem}.{block}.experts.{expert}.{own}.weight": m for expert, m in enumerate(array)}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
 def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...], case: TinyFamily) -> NDArray[np.float64]:
     if "norm" in name:
         gain = rng.uniform(0.2, 1.2, shape) * rng.choice([-1.0, 1.0], shape)
@@ -147,8 +196,8 @@ def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...], case: T
     weight = rng.standard_t(3, shape) / np.sqrt(3 * shape[-1])  # three is the variance
     if "embed_tokens" in name:
         weight[:, OUTLIERS] *= 6.0
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
-        weight[OUTLIERS, :] *= 4.0
+    if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
+        weight[..., OUTLIERS, :] *= 4.0
     if name.endswith("down_proj.weight"):
         weight[:, INNER_OUTLIER] *= 6.0
     return weight
@@ -156,7 +205,7 @@ def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...], case: T
 
 def build(case: TinyFamily, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """transformers' model with the values of ``random_state``."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(case.config(), dtype=dtype, attn_implementation="sdpa")
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(case.config(), dtype=dtype, **ONE_BY_ONE)
     state = random_state(case)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

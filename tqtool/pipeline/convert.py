@@ -20,7 +20,7 @@ from tqtool.pipeline.affine_mix import AffineMix, affine_mix, candidate_packings
 from tqtool.pipeline.allocation import basis_notes
 from tqtool.pipeline.calibrated import SINK_WEIGHT, calibrated_affine, open_hessians
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
-from tqtool.pipeline.rules import Choices, Dense, Packed, Rule, Setting, resolve
+from tqtool.pipeline.rules import Choices, Dense, Packed, Rule, Setting, resolve, router_rules
 from tqtool.solve.rtn import AffineRtn
 from tqtool.source.checkpoint import Checkpoint, open_checkpoint
 from tqtool.source.mlx_lm_settings import eight_bit_modules
@@ -97,11 +97,12 @@ def plan_convert(request: ConvertRequest) -> Job:
         basis = basis_notes(request.sensitivity, checkpoint, transform, is_trellis=False)
     default: Setting = request.packing or Dense()
     target = StoredDtype(checkpoint, request.dtype)
-    rules = (*head_rules(transform, request), *request.rules)
+    defaults = (*head_rules(transform, request), *router_rules(transform, request.packing))
+    rules = (*defaults, *request.rules)
     choices = resolve(transform.outputs, default=default, rules=rules, dtype_of=target.of)
     mixed = _mixed(request, transform, choices, target)
     if mixed is not None:
-        rules = (*head_rules(transform, request), *mixed.rules, *request.rules)
+        rules = (*defaults, *mixed.rules, *request.rules)
         choices = resolve(transform.outputs, default=default, rules=rules, dtype_of=target.of)
     _require_packed(request, transform, choices)
     choices, calibration = _calibrated(request, checkpoint, transform, choices)
@@ -218,11 +219,14 @@ class StoredDtype:
         """What config.json must state: the request's; float32 where the source states a float64 that is not kept."""
 
     def of(self, output: OutputTensor) -> DType:
-        """Dtype of ``output``; integers keep theirs, float64 becomes float32 (MLX has none on the GPU)."""
-        own = self._checkpoint.tensors[output.source].dtype
+        """Dtype of ``output``; integers keep theirs, float64 becomes float32 (MLX has none on the GPU).
+
+        The logarithms of decays keep theirs too, as in mlx-lm: they are multiplied over the whole text.
+        """
+        own = self._checkpoint.tensors[output.pieces[0].source].dtype
         if not own.is_float:
             return own
-        if self._whole is not None:
+        if self._whole is not None and (output.role is not Role.DECAY or own is DType.F64):
             return self._whole
         return DType.F32 if own is DType.F64 else own
 

@@ -230,7 +230,7 @@ def _read_headers(folder: Path) -> dict[str, TensorRef]:
 
 def _check_trellis(specs: dict[str, TrellisSpec], tensors: dict[str, TensorRef]) -> None:
     for module, spec in specs.items():
-        expected = {"weight": (DType.U32, spec.words_shape), "scales": (DType.F16, (spec.rows,))}
+        expected = {"weight": (DType.U32, spec.words_shape), "scales": (DType.F16, spec.scales_shape)}
         for name, (dtype, shape) in expected.items():
             found = tensors.get(f"{module}.{name}")
             if found is None or (found.dtype, found.shape) != (dtype, shape):
@@ -276,10 +276,11 @@ def _plain_path(folder: Path) -> Iterator[Path]:
 def _trellis_classes() -> Callable[[dict[str, Any]], tuple[Any, Any]]:
     import mlx.core as mx
 
-    from tqtool.runtime.linear import layer_class_for
+    from tqtool.runtime.linear import experts_class_for, layer_class_for
     from tqtool.runtime.stock_model import Model, ModelArgs
 
-    build = partial(Model, layer_class=layer_class_for(mx.default_device()))
+    device = mx.default_device()
+    build = partial(Model, layer_class=layer_class_for(device), experts_class=experts_class_for(device))
     return lambda config: (build, ModelArgs)
 
 

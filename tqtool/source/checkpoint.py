@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -94,6 +95,11 @@ class TensorRef:
         row_bytes = self.nbytes // self.shape[0] if self.shape[0] else 0
         raw = self._read_bytes(self.begin + start * row_bytes, self.begin + stop * row_bytes)
         return raw.view(self.dtype.numpy).reshape(stop - start, *self.shape[1:])
+
+    def read_flat_rows(self, start: int, stop: int) -> NDArray[Any]:
+        """As ``read_rows``, with the leading axes flattened: ``[stop - start, shape[-1]]``."""
+        flat = replace(self, shape=(math.prod(self.shape[:-1]), *self.shape[-1:]))
+        return flat.read_rows(start, stop)
 
     def _read_bytes(self, begin: int, end: int) -> NDArray[np.uint8]:
         buffer = np.empty(end - begin, dtype=np.uint8)

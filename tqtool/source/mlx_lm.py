@@ -28,10 +28,10 @@ _MLX_LM_ALIASES: Final = {
     "xverse": "llama",
 }
 # These have SwiGLU built in, whatever hidden_act says.
-_SWIGLU: Final = frozenset({"granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3"})
+_SWIGLU: Final = frozenset({"granite", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"})
 # These attend to everything: mistral and smollm3 run as llama, which slides only where layer_types says so.
-_NO_SLIDING: Final = frozenset({"mistral", "phi3", "qwen2", "qwen3", "smollm3"})
-_ALWAYS_SLIDE: Final = frozenset({"mistral", "phi3"})  # in the authors' code: wherever there is a window
+_NO_SLIDING: Final = frozenset({"mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"})
+_ALWAYS_SLIDE: Final = frozenset({"mistral", "mixtral", "phi3"})  # in the authors' code: wherever there is a window
 
 
 def refuse_unservable(folder: Path, config: Mapping[str, Any]) -> None:

@@ -22,9 +22,12 @@ _STATED: Final[Mapping[str, Mapping[str, Any]]] = {
         "mlp_bias": False,
     },
     "qwen3": {"head_dim": 128},
+    "qwen3_moe": {"head_dim": 128, "mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": False},
 }
 # mlx-lm divides hidden_size by the heads here, whatever head_dim says.
-_NO_HEAD_DIM: Final = frozenset({"granite", "phi3", "qwen2"})
+_NO_HEAD_DIM: Final = frozenset({"granite", "mixtral", "phi3", "qwen2"})
+_NO_ATTENTION_BIAS: Final = frozenset({"qwen3", "qwen3_moe"})
+_NO_ROPE_SCALING: Final = frozenset({"mixtral", "qwen3_moe"})
 _PHI3_ROPE: Final = ("longrope", "su")
 # ``mlx_lm.convert`` packs these at 8 bits whatever was asked for: their weights are small, nvfp4's scales would vanish.
 _EIGHT_BITS: Final = {"granite": ("*.o_proj", "*.down_proj", "lm_head")}
@@ -34,11 +37,10 @@ def stated_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """What ``config`` leaves to defaults that mlx-lm does not have, or says in words that it does not know."""
     kind, scaling = str(config.get("model_type")), config.get("rope_scaling")
     stated = {key: value for key, value in _STATED.get(kind, {}).items() if config.get(key) is None}
+    if kind == "qwen3_moe" and config.get("num_experts") is None and "num_local_experts" in config:
+        stated["num_experts"] = config["num_local_experts"]  # as transformers 5 calls it
     if kind == "phi3" and scaling and "type" not in scaling and "rope_type" in scaling:
-        stated["rope_scaling"] = {
-            **scaling,
-            "type": scaling["rope_type"],
-        }  # the newer name, which its model does not read
+        stated["rope_scaling"] = {**scaling, "type": scaling["rope_type"]}  # transformers 5 calls it so
     return stated
 
 
@@ -51,8 +53,8 @@ def setting_refusal(config: Mapping[str, Any]) -> str | None:
     """Why mlx-lm cannot load, or would compute throughout with other settings than, a model of ``config``."""
     kind, heads, hidden = (config.get(key) for key in ("model_type", "num_attention_heads", "hidden_size"))
     head_dim = config.get("head_dim")
-    if kind == "qwen3" and config.get("attention_bias"):
-        return "attention_bias is true; mlx-lm's qwen3 has no attention biases"
+    if kind in _NO_ATTENTION_BIAS and config.get("attention_bias"):
+        return f"attention_bias is true; mlx-lm's {kind} has no attention biases"
     if kind in _NO_HEAD_DIM and head_dim and heads and hidden and head_dim != hidden // heads:
         return f"head_dim is {head_dim}; mlx-lm's {kind} has only hidden_size / num_attention_heads, {hidden // heads}"
     if kind == "phi3":
@@ -72,9 +74,14 @@ def _phi3_rope_refusal(scaling: Any) -> str | None:
 
 
 def rotary_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Lines for longrope settings that mlx-lm's phi3 reads in its own way."""
+    """Lines for rotary settings that mlx-lm ignores, or reads in its own way."""
     part = text_config(config)
     scaling = part.get("rope_scaling")
+    if part.get("model_type") in _NO_ROPE_SCALING and scaling:
+        return (
+            f"rope_scaling is set; mlx-lm's {part['model_type']} ignores it: positions come out different, "
+            "before and after quantization alike",
+        )
     if part.get("model_type") != "phi3" or not scaling or scaling.get("type") not in _PHI3_ROPE:
         return ()
     warnings = []

@@ -11,17 +11,19 @@ from numpy.typing import NDArray
 from tqtool.errors import SourceError
 from tqtool.mathx.signs import sign_vector
 from tqtool.native import hadamard_transform
-from tqtool.transform.ops import (
+from tqtool.transform.folds import (
     Fill,
     FoldChannels,
     OnRows,
-    OutputTensor,
+    Reshape,
     RotateHeads,
     RotateInput,
     RotateOutput,
     Rotation,
     ScaleInput,
+    Shift,
 )
+from tqtool.transform.outputs import OutputTensor
 
 Float = TypeVar("Float", np.float32, np.float64)
 Read = Callable[[str], NDArray[Any]]
@@ -40,7 +42,8 @@ def apply_folds(output: OutputTensor, read: Read, *, dtype: Any = np.float32) ->
 
     Args:
         output: The tensor wanted.
-        read: Source name to array of any float dtype; called for the tensor and for the norm gain it needs, if any.
+        read: Source name to array of any float dtype; called for the tensor and for the norm gain it needs, if any. Of
+            a source of which ``output`` takes some rows it may return these alone.
         dtype: float32, or float64 where exactness is at stake.
 
     Returns:
@@ -52,8 +55,12 @@ def apply_folds(output: OutputTensor, read: Read, *, dtype: Any = np.float32) ->
     """
     if output.ops and isinstance(output.ops[-1], Fill):
         return np.full(output.shape, output.ops[-1].value, dtype=dtype)
-    weight = _float_copy(output.source, read(output.source), output.shape, dtype)
+    source = taken_rows(output, read(output.source))
+    stored = next((op.shape for op in output.ops if isinstance(op, Reshape)), output.shape)
+    weight = _float_copy(output.source_text, source, stored, dtype).reshape(output.shape)
     for op in output.ops:
+        if isinstance(op, Reshape):
+            continue
         if isinstance(op, FoldChannels):
             weight = _reordered(op, weight)
         elif isinstance(op, OnRows):
@@ -61,6 +68,13 @@ def apply_folds(output: OutputTensor, read: Read, *, dtype: Any = np.float32) ->
         else:
             _fold(op, weight, read)
     return weight
+
+
+def taken_rows(output: OutputTensor, source: NDArray[Any]) -> NDArray[Any]:
+    """What ``output`` takes of its source: a view of its rows, or ``source`` itself where it is all or just them."""
+    if output.rows is None or source.shape == output.shape or source.ndim < 2:
+        return source
+    return source.reshape(-1, source.shape[-1])[slice(*output.rows)]
 
 
 def _reordered(op: FoldChannels, weight: NDArray[Any]) -> NDArray[Any]:
@@ -88,7 +102,9 @@ def _fold_rows(op: OnRows, weight: NDArray[Any], read: Read) -> None:
         _fold(op.fold, part, read)
 
 
-def _fold(op: ScaleInput | RotateInput | RotateOutput | RotateHeads | Fill, weight: NDArray[Any], read: Read) -> None:
+def _fold(
+    op: ScaleInput | RotateInput | RotateOutput | RotateHeads | Fill | Shift, weight: NDArray[Any], read: Read
+) -> None:
     """Apply one fold to ``weight`` ``[out, in]`` or ``[out]``, in place."""
     match op:
         case ScaleInput():
@@ -104,6 +120,8 @@ def _fold(op: ScaleInput | RotateInput | RotateOutput | RotateHeads | Fill, weig
             _rotate(weight, op.rotation, axis=axis, block=op.rotation.n)
         case Fill():
             weight.fill(op.value)
+        case Shift():
+            weight += op.value
         case _:
             assert_never(op)
 

@@ -19,7 +19,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tqtool.transform.ops import Channels, FoldChannels, OnRows, OutputTensor, Role, TransformPlan
+from tqtool.transform.folds import Channels, FoldChannels, OnRows
+from tqtool.transform.outputs import OutputTensor, Role, TransformPlan
 
 MLPS = ({Role.GATE, Role.UP, Role.DOWN}, {Role.GATE_UP, Role.DOWN})
 """What an MLP with hidden channels consists of: gate and up apart, or as one projection."""
@@ -68,9 +69,9 @@ def choose_channels(norms: NDArray[np.floating], curvature: NDArray[np.floating]
 
 
 def mlps(plan: TransformPlan) -> dict[str, OutputTensor]:
-    """``….mlp`` → its down_proj, for each MLP that has gate, up and down, apart or fused."""
+    """``….mlp``, or ``….experts.3``, → its down_proj, for each MLP that has gate, up and down, apart or fused."""
     roles: dict[str, dict[Role, OutputTensor]] = {}
-    for output in plan.outputs:
+    for output in plan.pieces():
         if output.module is not None and output.role in MLP_ROLES:
             roles.setdefault(_parent(output.module), {})[output.role] = output
     return {path: found[Role.DOWN] for path, found in roles.items() if set(found) in MLPS}
@@ -78,9 +79,11 @@ def mlps(plan: TransformPlan) -> dict[str, OutputTensor]:
 
 def with_channels(plan: TransformPlan, channels: Mapping[str, Channels]) -> TransformPlan:
     """``plan`` with the MLPs named by ``channels`` reordered; each fold comes after those that are there."""
-    roles = {output.module: output.role for output in plan.outputs if output.module is not None}
+    roles = {piece.module: piece.role for piece in plan.pieces() if piece.module is not None}
 
     def fold(output: OutputTensor) -> OutputTensor:
+        if output.parts:
+            return replace(output, parts=tuple(fold(part) for part in output.parts))
         module = output.name.rsplit(".", 1)[0]
         mixed, role = channels.get(_parent(module)), roles.get(module)
         if mixed is None or role not in MLP_ROLES:

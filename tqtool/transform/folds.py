@@ -170,7 +170,27 @@ class OnRows:
         return f"rows {self.start}…{self.stop - 1}: {self.fold}"
 
 
-Op = ScaleInput | RotateInput | RotateOutput | RotateHeads | FoldChannels | OnRows | Fill
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shift:
+    """Add ``value`` to every element: a gain stored around zero becomes the gain itself."""
+
+    value: float
+
+    def __str__(self) -> str:
+        return f"+ {self.value:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reshape:
+    """The same values in the same order, from another shape: a depthwise convolution's axes of one."""
+
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"from [{', '.join(map(str, self.shape))}]"
+
+
+Op = ScaleInput | RotateInput | RotateOutput | RotateHeads | FoldChannels | OnRows | Fill | Shift | Reshape
 
 
 def _rotation_to_json(rotation: Rotation) -> dict[str, Any]:
@@ -194,6 +214,10 @@ def op_to_json(op: Op) -> dict[str, Any]:
             return {"op": "on_rows", "start": op.start, "stop": op.stop, "fold": op_to_json(op.fold)}
         case Fill():
             return {"op": "fill", "value": op.value}
+        case Shift():
+            return {"op": "shift", "value": op.value}
+        case Reshape():
+            return {"op": "reshape", "shape": list(op.shape)}
         case _:
             assert_never(op)
 
@@ -216,5 +240,9 @@ def op_from_json(data: dict[str, Any]) -> Op:
             return OnRows(start=data["start"], stop=data["stop"], fold=fold)
         case "fill":
             return Fill(value=data["value"])
+        case "shift":
+            return Shift(value=data["value"])
+        case "reshape":
+            return Reshape(shape=tuple(data["shape"]))
         case other:
             raise ValueError(f"unknown or malformed fold {other!r}")

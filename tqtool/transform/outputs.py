@@ -1,48 +1,21 @@
-"""What a transform does to a checkpoint, as data: the plan that lists every tensor with its folds (``folds``).
+"""The plan of an artifact's tensors, as data: where each comes from and which folds it takes.
 
-Nothing here touches a weight. Layout of every weight is ``[out, in]``, ``y = x @ W.T + b``.
+Most are one source tensor, folded. The experts of a layer are stored as stacks, ``[experts, out, in]``, as mlx-lm runs
+them: a stack has one part an expert, and every part is folded, calibrated and quantized as the matrix it is.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from tqtool.errors import UserError
-from tqtool.transform.folds import (
-    Channels,
-    Fill,
-    FoldChannels,
-    OnRows,
-    Op,
-    RotateHeads,
-    RotateInput,
-    RotateOutput,
-    Rotation,
-    ScaleInput,
-    op_from_json,
-    op_to_json,
-)
+from tqtool.transform.folds import Op, op_from_json, op_to_json
 
-__all__ = [
-    "Channels",
-    "DroppedTensor",
-    "Fill",
-    "FoldChannels",
-    "OnRows",
-    "Op",
-    "OutputTensor",
-    "PlanRow",
-    "Role",
-    "RotateHeads",
-    "RotateInput",
-    "RotateOutput",
-    "Rotation",
-    "ScaleInput",
-    "TransformPlan",
-    "op_to_json",
-]
+_LAYER = re.compile(r"(?:language_model\.)?model\.layers\.(\d+)\.")
 
 
 class Role(StrEnum):
@@ -62,6 +35,12 @@ class Role(StrEnum):
     NORM = "norm"
     BIAS = "bias"
     ROUTER = "router"
+    LINEAR_IN = "linear_in"  # into linear attention: q, k, v and the output's gate
+    LINEAR_OUT = "linear_out"
+    RATE = "rate"  # into linear attention: how fast its state is written and forgotten
+    TOWER = "tower"  # of a vision tower
+    STATE = "state"  # parameters of a recurrence and its convolution
+    DECAY = "decay"  # the same, kept in the source's own type
     OTHER = "other"
 
 
@@ -70,12 +49,16 @@ class OutputTensor:
     """One tensor of the artifact: where it comes from and what is done to it, in order.
 
     Attributes:
-        name: Name in the artifact (the Hugging Face name).
-        source: Name in the source checkpoint; differs from ``name`` only for an untied head.
-        shape: Shape of source and result.
-        ops: Folds in the order they are applied.
-        module: mlx-lm module path if this is the ``.weight`` of a Linear or Embedding, else None.
+        name: Name in the artifact: the Hugging Face name, mlx-lm's for a stack, and for a part what it
+            would have alone.
+        source: Name in the source checkpoint; empty for a stack.
+        shape: Shape of the result; of a stack with the leading axis.
+        ops: Folds in the order they are applied; a stack has none of its own.
+        module: mlx-lm module path if this is the ``.weight`` of a Linear, Embedding or stack of experts, else None. Of
+            a part: the path it would have alone, by which calibrations know it.
         role: What the tensor is.
+        rows: Rows ``[start, stop)`` of the source with its leading axes flattened; None for all of it.
+        parts: The matrices of a stack, in order; empty for any other tensor.
     """
 
     name: str
@@ -84,6 +67,59 @@ class OutputTensor:
     ops: tuple[Op, ...] = ()
     module: str | None = None
     role: Role = Role.OTHER
+    rows: tuple[int, int] | None = None
+    parts: tuple[OutputTensor, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[OutputTensor, ...]:
+        """What is folded and quantized on its own: the parts of a stack, or the tensor itself."""
+        return self.parts or (self,)
+
+    @property
+    def source_text(self) -> str:
+        """The source for people: its name, the rows taken, or first and number of a stack's."""
+        if self.parts:
+            return f"{self.parts[0].source_text} and {len(self.parts) - 1} more"
+        return self.source if self.rows is None else f"{self.source}[{self.rows[0]}:{self.rows[1]}]"
+
+    @property
+    def folds(self) -> tuple[Op, ...]:
+        """Its folds; of a stack those of the first part, which differ from the others' in channel orders at most."""
+        return self.pieces[0].ops
+
+    @property
+    def layer(self) -> int | None:
+        """Number of the decoder layer that it lies in, or None."""
+        found = _LAYER.match(self.name)
+        return int(found.group(1)) if found else None
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready form; ``from_json`` gives back an equal tensor."""
+        return {
+            "name": self.name,
+            "source": self.source,
+            "shape": list(self.shape),
+            "role": self.role.value,
+            "module": self.module,
+            "ops": [op_to_json(op) for op in self.ops],
+            "rows": None if self.rows is None else list(self.rows),
+            "parts": [part.to_json() for part in self.parts],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> OutputTensor:
+        """Rebuild from ``to_json``; KeyError, TypeError or ValueError if ``data`` is not such a form."""
+        rows = data["rows"]
+        return cls(
+            name=data["name"],
+            source=data["source"],
+            shape=tuple(data["shape"]),
+            role=Role(data["role"]),
+            module=data["module"],
+            ops=tuple(op_from_json(op) for op in data["ops"]),
+            rows=None if rows is None else (rows[0], rows[1]),
+            parts=tuple(cls.from_json(part) for part in data["parts"]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +169,10 @@ class TransformPlan:
                 return output
         raise KeyError(name)
 
+    def pieces(self) -> Iterator[OutputTensor]:
+        """Every tensor that is folded and quantized on its own, in order: stacks by their parts."""
+        return (piece for output in self.outputs for piece in output.pieces)
+
     def updated_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """A copy of ``config`` with ``config_updates`` merged in; nested objects are merged, not replaced."""
         return _merged(config, self.config_updates)
@@ -142,11 +182,11 @@ class TransformPlan:
         rows = [
             PlanRow(
                 name=output.name,
-                source=output.source if output.source != output.name else "",
+                source=output.source_text if output.source_text != output.name else "",
                 shape=_shape_text(output.shape),
                 role=output.role.value,
                 module=output.module or "",
-                folds="  ".join(str(op) for op in output.ops),
+                folds="  ".join(str(op) for op in output.folds),
             )
             for output in self.outputs
         ]
@@ -187,17 +227,7 @@ class TransformPlan:
             "deviations": list(self.deviations),
             "config_updates": self.config_updates,
             "dropped": [{"name": drop.name, "reason": drop.reason} for drop in self.dropped],
-            "outputs": [
-                {
-                    "name": output.name,
-                    "source": output.source,
-                    "shape": list(output.shape),
-                    "role": output.role.value,
-                    "module": output.module,
-                    "ops": [op_to_json(op) for op in output.ops],
-                }
-                for output in self.outputs
-            ],
+            "outputs": [output.to_json() for output in self.outputs],
         }
 
     @classmethod
@@ -213,17 +243,7 @@ class TransformPlan:
                 deviations=tuple(data["deviations"]),
                 config_updates=data["config_updates"],
                 dropped=tuple(DroppedTensor(**drop) for drop in data["dropped"]),
-                outputs=tuple(
-                    OutputTensor(
-                        name=output["name"],
-                        source=output["source"],
-                        shape=tuple(output["shape"]),
-                        role=Role(output["role"]),
-                        module=output["module"],
-                        ops=tuple(op_from_json(op) for op in output["ops"]),
-                    )
-                    for output in data["outputs"]
-                ),
+                outputs=tuple(OutputTensor.from_json(output) for output in data["outputs"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"not a transform plan: {error!r}") from error
