@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+from tests.support import tiny_hybrid
 from tests.support.tiny_bpe import write_bpe
 
 VOCAB = 320
@@ -58,6 +59,7 @@ class TinyFamily:
     what: str
     settings: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
+    is_nested: bool = False  # a text model inside a larger one: ``tiny_hybrid``
 
     def config(self) -> Any:
         """transformers' config object."""
@@ -128,6 +130,9 @@ CASES: dict[str, TinyFamily] = {
         model_type="mixtral",
         what="four experts, two a token",
         settings={"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 192},
+    ),
+    "qwen3_5": TinyFamily(
+        model_type="qwen3_5", what="DeltaNet between gated attention, norms around zero, a vision tower", is_nested=True
     ),
     "gemma3_text": TinyFamily(
         model_type="gemma3_text",
@@ -205,6 +210,8 @@ def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...], case: T
 
 def build(case: TinyFamily, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """transformers' model with the values of ``random_state``."""
+    if case.is_nested:
+        return tiny_hybrid.build().to(dtype)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(case.config(), dtype=dtype, **ONE_BY_ONE)
     state = random_state(case)
     with torch.no_grad():
