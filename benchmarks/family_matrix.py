@@ -211,7 +211,8 @@ def refusal_lines() -> list[str]:
 def setting_lines() -> list[str]:
     """A table row for each setting of a known family that is refused or warned of, as the code says it now."""
     from tqtool.source.mlx_lm import behaviour_warnings
-    from tqtool.source.mlx_lm_settings import setting_refusal
+    from tqtool.source.mlx_lm_settings import eight_bit_modules, setting_refusal
+    from tqtool.transform.families import FAMILIES
 
     sizes = {"hidden_size": 3072, "num_attention_heads": 32, "max_position_embeddings": 131072}
     rope = {"short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
@@ -231,6 +232,10 @@ def setting_lines() -> list[str]:
         )
         what = ", ".join(f"{key} {_short(value)}" for key, value in sample.items() if key != "model_type")
         rows += [f"| `{sample['model_type']}` | {what} | {line} |" for line in said]
+    for kind in FAMILIES:
+        if globs := eight_bit_modules({"model_type": kind}):
+            said = f"hint: mlx_lm.convert packs {', '.join(globs)} at 8 bits in any case; the rules that do the same"
+            rows.append(f"| `{kind}` | `convert -q` | {said} |")
     return ["| model_type | config.json | what tqtool says |", "|---|---|---|", *rows]
 
 

@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,7 @@ def test_the_artifact_says_what_the_source_left_out(tmp_path: Path) -> None:
     assert neutral.keys() <= config.keys()
     (source / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in neutral}))
     warnings = open_checkpoint(str(source)).warnings
-    assert "config.json leaves out residual_multiplier, logits_scaling; stated, as mlx-lm has no default" in warnings
+    assert "config.json: residual_multiplier, logits_scaling stated as mlx-lm needs it" in warnings
     plan_convert(ConvertRequest(source=str(source), out=tmp_path / "out", dtype=DType.F32)).run()
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {name: written[name] for name in neutral} == neutral
@@ -96,7 +97,19 @@ def test_what_mlx_lm_packs_at_8_bits_in_any_case_is_a_hint_with_its_rules(tmp_pa
     assert raw_tensors(tmp_path / "ours") == raw_tensors(tmp_path / "stock")
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_mlx_lm_s_qwen3_5_keeps_from_casts_is_kept(tmp_path: Path) -> None:
+    """I27: the logarithms of decays stay float32 in a bfloat16 artifact, and nothing else is protected."""
+    module = importlib.import_module("mlx_lm.models.qwen3_5")
+    predicate = module.TextModel.cast_predicate.fget(None)
+    assert module.TextModel.quant_predicate.fget(SimpleNamespace(args=SimpleNamespace(num_experts=0))) is None
+    source = write_family(tmp_path / "source", CASES["qwen3_5"])
+    plan_convert(ConvertRequest(source=str(source), out=tmp_path / "out", dtype=DType.BF16)).run()
+    dtypes = {name: dtype for name, (dtype, _, _) in raw_tensors(tmp_path / "out").items()}
+    assert {name for name, dtype in dtypes.items() if dtype == "F32"} == {n for n in dtypes if not predicate(n)}
+    assert set(dtypes.values()) == {"F32", "BF16"}
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "qwen3_5"])
 def test_no_other_model_of_mlx_lm_decides_bits_or_casts_alone(model_type: str) -> None:
     """A family whose model brings a predicate is to be looked at: what it protects, the user must be told."""
     from mlx_lm.utils import MODEL_REMAPPING
@@ -144,6 +157,17 @@ def test_positions_that_mlx_lm_s_phi3_does_not_load_are_refused(scaling: dict[st
     with pytest.raises(ValueError, match="rope_scaling must contain keys"):
         arguments(config)
     assert "mlx-lm's phi3 knows longrope and su" in str(setting_refusal(config))
+
+
+def test_the_newer_name_of_the_kind_is_repeated_where_mlx_lm_s_phi3_reads_it() -> None:
+    config = phi3({"rope_type": "longrope", **FACTORS})
+    with pytest.raises(ValueError, match="rope_scaling must contain keys"):
+        arguments(config)
+    whole = config | stated_defaults(config)
+    assert arguments(whole).rope_scaling["type"] == "longrope"
+    assert setting_refusal(whole) is None
+    assert stated_defaults(whole) == {}
+    assert stated_defaults(random_config("llama", rope_scaling={"rope_type": "llama3"})) == {}
 
 
 @pytest.mark.parametrize("kind", ["longrope", "su"])

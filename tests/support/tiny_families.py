@@ -134,6 +134,9 @@ CASES: dict[str, TinyFamily] = {
     "qwen3_5": TinyFamily(
         model_type="qwen3_5", what="DeltaNet between gated attention, norms around zero, a vision tower", is_nested=True
     ),
+    "qwen3_5_moe": TinyFamily(
+        model_type="qwen3_5_moe", what="the same, six experts and one that every token reads", is_nested=True
+    ),
     "gemma3_text": TinyFamily(
         model_type="gemma3_text",
         what="norms after the blocks, tied",
@@ -211,7 +214,7 @@ def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...], case: T
 def build(case: TinyFamily, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """transformers' model with the values of ``random_state``."""
     if case.is_nested:
-        return tiny_hybrid.build().to(dtype)
+        return tiny_hybrid.build(experts=case.model_type.endswith("moe")).to(dtype)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(case.config(), dtype=dtype, **ONE_BY_ONE)
     state = random_state(case)
     with torch.no_grad():

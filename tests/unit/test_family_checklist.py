@@ -61,10 +61,11 @@ def test_the_page_has_a_row_of_every_case_and_every_refusal(matrix: ModuleType) 
 
 def test_what_the_page_lacks_is_named(matrix: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs" / "families.md").read_text()
+    before = set(matrix.page_problems(text))
     monkeypatch.setitem(CASES, "llama 9", TinyFamily(model_type="llama", what="a variant"))
     monkeypatch.setitem(FAMILIES, "new", Family(model_type="new"))
     monkeypatch.setitem(families.REFUSED_ROTATION, "old", "a reason of its own")
-    problems = matrix.page_problems(text)
+    problems = [problem for problem in matrix.page_problems(text) if problem not in before]
     assert len(problems) == 3
     assert "no row of case 'llama 9'" in problems[0]
     assert "no case of 'new'" in problems[1]

@@ -199,7 +199,7 @@ def open_checkpoint(path_or_id: str, *, revision: str | None = None, allow_quant
             *behaviour_warnings(config),
             *tokenizer_warnings(folder, files),
             *((ROPE_WARNING,) if updates else ()),
-            *((f"config.json leaves out {', '.join(stated)}; stated, as mlx-lm has no default",) if stated else ()),
+            *((f"config.json: {', '.join(stated)} stated as mlx-lm needs it",) if stated else ()),
         ),
     )
 

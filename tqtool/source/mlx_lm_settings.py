@@ -34,11 +34,13 @@ _EIGHT_BITS: Final = {"granite": ("*.o_proj", "*.down_proj", "lm_head")}
 
 
 def stated_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``config`` leaves to defaults that mlx-lm does not have."""
-    defaults = _STATED.get(str(config.get("model_type")), {})
-    stated = {key: value for key, value in defaults.items() if config.get(key) is None}
-    if config.get("model_type") == "qwen3_moe" and config.get("num_experts") is None and "num_local_experts" in config:
+    """What ``config`` leaves to defaults that mlx-lm does not have, or says in words that it does not know."""
+    kind, scaling = str(config.get("model_type")), config.get("rope_scaling")
+    stated = {key: value for key, value in _STATED.get(kind, {}).items() if config.get(key) is None}
+    if kind == "qwen3_moe" and config.get("num_experts") is None and "num_local_experts" in config:
         stated["num_experts"] = config["num_local_experts"]  # as transformers 5 calls it
+    if kind == "phi3" and scaling and "type" not in scaling and "rope_type" in scaling:
+        stated["rope_scaling"] = {**scaling, "type": scaling["rope_type"]}  # transformers 5 calls it so
     return stated
 
 

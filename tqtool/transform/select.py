@@ -41,11 +41,8 @@ def select_rotation(config: Mapping[str, Any], transform: str) -> Family:
     if refusal is None and family is not None:
         refusal = family.rotation_refusal
     if refusal is not None:
-        hint = (
-            f"it is not known without rotation either; {_known()}"
-            if family is None
-            else "convert it without --rotate-weights"
-        )
+        is_known = family is not None
+        hint = "convert it without --rotate-weights" if is_known else f"not known without rotation either; {_known()}"
         raise UserError(f"model_type {model_type!r} cannot be rotated: {refusal}", hint=hint)
     if transform != AUTO and transform not in names:
         raise UserError(f"unknown transform {transform!r}; known: {AUTO}, {', '.join(names)}")
