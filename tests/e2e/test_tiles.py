@@ -340,7 +340,8 @@ def test_the_channels_alone_change_the_key(work):
     from tqtool.pipeline.plan import Work
     from tqtool.pipeline.reuse import tensor_key
     from tqtool.solve.trellis import TrellisOptions, TrellisPacked
-    from tqtool.transform.ops import Channels, FoldChannels, OutputTensor
+    from tqtool.transform.folds import Channels, FoldChannels
+    from tqtool.transform.outputs import OutputTensor
 
     order = np.arange(256, dtype=np.int32)
     one = Channels(order=order, scale=np.ones(256, np.float32))

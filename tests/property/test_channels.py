@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,11 @@ from tqtool.formats.hessians import InputMoments
 from tqtool.pipeline.calibrated import Hessians, capped, combine, reordered
 from tqtool.transform.apply import apply_folds
 from tqtool.transform.channels import LARGEST_SCALE, choose_channels, mlps, tame_outliers, with_channels
-from tqtool.transform.ops import Channels, FoldChannels, Op, OutputTensor, Role, TransformPlan, op_to_json
+from tqtool.transform.folds import Channels, FoldChannels, OnRows, Op, op_to_json
+from tqtool.transform.outputs import OutputTensor, Role, TransformPlan
 from tqtool.transform.plan import plan_identity, plan_rotation
 
-FAMILIES = ["llama", "llama-biases", "qwen2", "qwen3", "gemma3_text"]
+FAMILIES = ["llama", "llama-biases", "qwen2", "qwen3", "gemma3_text", "granite-biases", "phi3"]
 
 
 def random_channels(rng: np.random.Generator, n: int) -> Channels:
@@ -105,6 +107,62 @@ def test_a_planted_fault_shows_in_the_logits(fault: str) -> None:
     assert broken != plan
     assert logit_error(config, weights, plan) < EXACT
     assert logit_error(config, weights, broken) > 1e-3
+
+
+def _halves(*changes: Callable[[OnRows], OnRows | None]) -> Callable[[OutputTensor], OutputTensor]:
+    """Changes gate_up's two folds, or leaves one out."""
+
+    def changed(output: OutputTensor) -> OutputTensor:
+        if output.role is not Role.GATE_UP:
+            return output
+        halves = [change(op) for change, op in zip(changes, output.ops[-2:], strict=True)]
+        return dataclasses.replace(output, ops=(*output.ops[:-2], *(op for op in halves if op is not None)))
+
+    return changed
+
+
+def _same(op: OnRows) -> OnRows:
+    return op
+
+
+def _scaled(is_scaled: bool) -> Callable[[OnRows], OnRows]:
+    return lambda op: dataclasses.replace(op, fold=dataclasses.replace(op.fold, is_scaled=is_scaled))
+
+
+FUSED_FAULTS: dict[str, Callable[[OutputTensor], OutputTensor]] = {
+    "gate scaled": _halves(_scaled(True), _same),
+    "up not scaled": _halves(_same, _scaled(False)),
+    "gate scaled instead of up": _halves(_scaled(True), _scaled(False)),
+    "gate in its old order": _halves(lambda op: None, _same),
+    "up in its old order": _halves(_same, lambda op: None),
+    "gate twice": _halves(_same, lambda op: dataclasses.replace(op, start=0, stop=op.stop - op.start)),
+    "down in its old order": _change(Role.DOWN, _unsorted),
+}
+
+
+@pytest.mark.parametrize("fault", FUSED_FAULTS)
+def test_a_planted_fault_in_a_fused_mlp_shows(fault: str) -> None:
+    config = random_config("phi3")
+    weights = random_weights(config, seed=3)
+    plain = plan_rotation(shapes(weights), config)
+    plan = with_channels(plain, random_fold(plain, 3))
+    broken = dataclasses.replace(plan, outputs=tuple(FUSED_FAULTS[fault](output) for output in plan.outputs))
+    assert broken != plan
+    assert logit_error(config, weights, plan) < EXACT
+    assert logit_error(config, weights, broken) > 1e-3
+
+
+def test_a_fused_gate_that_stays_in_order_is_left_alone() -> None:
+    config = random_config("phi3")
+    weights = random_weights(config, seed=6)
+    norms = np.ones(44)
+    norms[7] = 30.0
+    tamed = tame_outliers(norms)
+    assert tamed is not None
+    plan = with_channels(plan_identity(shapes(weights), config), {"model.layers.1.mlp": tamed})
+    up = FoldChannels(channels=tamed, axis="output", is_scaled=True)
+    assert plan.output("model.layers.1.mlp.gate_up_proj.weight").ops == (OnRows(start=44, stop=88, fold=up),)
+    assert logit_error(config, weights, plan) < EXACT
 
 
 def test_up_s_bias_is_scaled_as_its_weight() -> None:
@@ -300,6 +358,8 @@ def test_moments_of_reordered_inputs_are_the_reordered_moments(sinks: int) -> No
 class _OneModule:
     """Stands for a calibration folder."""
 
+    info = SimpleNamespace(input_of=lambda module: None)
+
     def __init__(self, moments: InputMoments) -> None:
         self._moments = moments
 
@@ -324,8 +384,7 @@ def test_curvature_is_the_diagonal_of_the_hessian_in_either_order(sinks: int) ->
         assert np.array_equal(hessians.hessian(hessians.moments("m")).matrix, dense.matrix)
         assert np.array_equal(hessians.moments("other").matrix, moments.matrix)
     chosen = choose_channels(np.ones(37), Hessians(calibration=calibration).curvature("m"))
-    new = Hessians(calibration=calibration, channels={"m": chosen})
-    assert (np.diff(new.curvature("m")) <= 0).all()
+    assert (np.diff(Hessians(calibration=calibration, channels={"m": chosen}).curvature("m")) <= 0).all()
 
 
 def test_the_loss_is_the_same_in_either_basis() -> None:

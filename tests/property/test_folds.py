@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.oracles.decoder import Weights, forward, random_config, random_weights
+from tests.oracles.decoder import MULTIPLIERS, Weights, forward, random_config, random_weights
 from tests.support.memory import added_peak_bytes
 from tqtool.errors import SourceError
 from tqtool.mathx.hadamard import require_size
@@ -21,6 +21,7 @@ from tqtool.transform import apply
 from tqtool.transform.apply import apply_folds
 from tqtool.transform.plan import (
     Fill,
+    OnRows,
     OutputTensor,
     Role,
     RotateHeads,
@@ -39,7 +40,7 @@ BIASED = {"attention_bias": True, "mlp_bias": True}
 
 
 def fold(weights: Weights, plan: TransformPlan) -> Weights:
-    return {output.name: apply_folds(output, weights.__getitem__, dtype=np.float64) for output in plan.outputs}
+    return {piece.name: apply_folds(piece, weights.__getitem__, dtype=np.float64) for piece in plan.pieces()}
 
 
 def shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
@@ -54,19 +55,32 @@ def logit_error(config: dict[str, Any], weights: Weights, plan: TransformPlan) -
 
 
 # ---------------------------------------------------------------------------------------------------- exactness
+FOLDED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", BIASED),
+    ("mistral", {}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("qwen3", {"attention_bias": True}),
+    ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    ("smollm3", BIASED),
+    ("granite", {}),
+    ("granite", BIASED),
+    ("phi3", {}),
+    ("phi3", {"partial_rotary_factor": 0.5}),
+    ("qwen3_moe", {}),
+    ("mixtral", {}),
+    ("qwen3_5", {}),
+]
+
+
+def case_id(value: str | dict[str, Any]) -> str:
+    """Of a model type, or of changes to its config."""
+    return value if isinstance(value, str) else "-".join(value) or "plain"
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [
-        ("llama", {}),
-        ("llama", BIASED),
-        ("mistral", {}),
-        ("qwen2", {}),
-        ("qwen3", {}),
-        ("qwen3", {"attention_bias": True}),
-    ],
-    ids=["llama", "llama-biases", "mistral", "qwen2", "qwen3", "qwen3-biases"],
-)
+@pytest.mark.parametrize(("model_type", "changes"), FOLDED, ids=case_id)
 def test_folded_logits_are_the_source_logits(model_type: str, changes: dict[str, Any], tied: bool) -> None:
     config = random_config(model_type, tied=tied, **changes)
     weights = random_weights(config, seed=1)
@@ -77,7 +91,7 @@ def test_folded_logits_are_the_source_logits(model_type: str, changes: dict[str,
 
 @settings(max_examples=30, deadline=None)
 @given(
-    model_type=st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]),
+    model_type=st.sampled_from(sorted({model_type for model_type, _ in FOLDED})),
     tied=st.booleans(),
     hidden=st.sampled_from([12, 20, 28, 36, 44, 52, 60, 64, 68, 72, 80, 100]),
     head_dim=st.sampled_from([2, 4, 12, 16, 20, 24, 28, 36, 80, 96]),
@@ -225,6 +239,46 @@ def test_a_planted_fault_shows_in_the_logits(fault: str) -> None:
     assert logit_error(config, weights, broken) > 1e-3
 
 
+def _r2_on_rows(start: int, stop: int) -> Callable[[OutputTensor], OutputTensor]:
+    def change(output: OutputTensor) -> OutputTensor:
+        moved = [dataclasses.replace(op, start=start, stop=stop) if isinstance(op, OnRows) else op for op in output.ops]
+        return _with_ops(output, tuple(moved))
+
+    return change
+
+
+# qkv of 4 query and 2 kv heads of 12: rows 0…47 are q, 48…71 are k, 72…95 are v.
+FUSED_FAULTS = {
+    "R2 missing in qkv": _without(OnRows),
+    "R2 on k": _r2_on_rows(48, 72),
+    "R2 on all of qkv": _r2_on_rows(0, 96),
+    "R2 one head early": _r2_on_rows(60, 84),
+    "R2 on one of two heads": _r2_on_rows(84, 96),
+    "R2 missing in o": _without(RotateHeads, role=Role.O),
+    "gain not folded into gate_up": _without(ScaleInput, role=Role.GATE_UP),
+}
+
+
+@pytest.mark.parametrize("fault", FUSED_FAULTS)
+def test_a_planted_fault_in_a_fused_projection_shows(fault: str) -> None:
+    config = random_config("phi3", tied=True)
+    weights = random_weights(config, seed=4)
+    plan = plan_rotation(shapes(weights), config)
+    broken = _every(plan, FUSED_FAULTS[fault])
+    assert broken != plan
+    assert logit_error(config, weights, plan) < EXACT
+    assert logit_error(config, weights, broken) > 1e-3
+
+
+@pytest.mark.parametrize("name", MULTIPLIERS)
+def test_the_oracle_knows_each_multiplier_of_granite(name: str) -> None:
+    config = random_config("granite")
+    weights = random_weights(config, seed=13)
+    reference = forward(weights, config, TOKENS)
+    other = forward(weights, config | {name: 2 * config[name]}, TOKENS)
+    assert np.abs(other - reference).max() > 1e-3 * np.abs(reference).max()
+
+
 def test_a_missing_qwen2_bias_fold_shows() -> None:
     config = random_config("qwen2")
     weights = random_weights(config, seed=5)
@@ -333,6 +387,9 @@ def test_an_array_that_does_not_fit_the_plan_is_refused() -> None:
     rotated = dataclasses.replace(output, ops=(RotateOutput(rotation=Rotation(n=8)),))
     with pytest.raises(SourceError, match="rotation of order 8 does not fit axis 0"):
         apply_folds(rotated, lambda name: np.zeros((4, 8), np.float32))
+    part = OnRows(start=2, stop=6, fold=RotateHeads(rotation=Rotation(n=4), axis="output"))
+    with pytest.raises(SourceError, match=r"rows 2…5 do not fit axis 0 of \[4, 8\]"):
+        apply_folds(dataclasses.replace(output, ops=(part,)), lambda name: np.zeros((4, 8), np.float32))
 
 
 def test_an_absurd_number_of_layers_is_refused_before_it_is_listed() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tqtool.formats.dtypes import DType
-from tqtool.formats.hessians import InputMoments
+from tqtool.formats.hessians import InputMoments, InputRecord
 from tqtool.pipeline.calibrated import LONGEST_SINK, Hessians, calibrated_affine, capped, dampings_of
 from tqtool.pipeline.coding import encoder_of
 from tqtool.pipeline.plan import Work
@@ -18,7 +18,8 @@ from tqtool.solve.gptq import GptqOptions
 from tqtool.solve.ldlq_coder import LdlqOptions
 from tqtool.solve.rtn import AffineRtn
 from tqtool.solve.trellis import TrellisOptions, TrellisPacked
-from tqtool.transform.ops import Channels, OutputTensor, Role
+from tqtool.transform.folds import Channels
+from tqtool.transform.outputs import OutputTensor, Role
 
 WIDTH = 37
 EPSILON = 2.0**-24
@@ -46,10 +47,8 @@ class _Folder:
 
         @staticmethod
         def input_of(module: str) -> Any:
-            class Record:
-                file, key = "layer-00000.safetensors", "down_proj"
-
-            return Record
+            common = {"width": WIDTH, "rows": 256, "sinks": 0, "dropped": 0, "wider": None}
+            return InputRecord(key="down_proj", file="layer-00000.safetensors", modules=[module], **common)
 
     def __init__(self, moments: InputMoments) -> None:
         self._moments = moments
@@ -129,7 +128,9 @@ def test_the_hessian_is_of_shortened_sinks_in_the_basis_of_the_weight(is_reorder
 def test_damping_begins_by_role(role: Role) -> None:
     expected = (0.3, 1.0, 3.0, 10.0) if role is Role.DOWN else (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
     output = output_of(role)
-    assert dampings_of(output) == expected
+    assert dampings_of(output, rows=output.shape[-1]) == expected
+    few = dampings_of(output, rows=output.shape[-1] - 1)
+    assert few == ((1.0, 3.0, 10.0) if role is Role.DOWN else expected)
     hessians = hessians_of(moments_of(np.random.default_rng(3)))
     if not hessians.has(output):
         return

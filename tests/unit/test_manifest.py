@@ -6,11 +6,13 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from tqtool.errors import ArtifactError
 from tqtool.formats.manifest import (
     FileRecord,
     Manifest,
+    PartRecord,
     SourceRecord,
     StoredRecord,
     TensorRecord,
@@ -48,6 +50,7 @@ def example() -> Manifest:
                 stored=[stored],
                 notes=[],
                 stats={"relative_error": 0.1 + 0.2},
+                parts=[],
             )
         ],
         totals=Totals(
@@ -119,6 +122,40 @@ def test_truncated(cut: int) -> None:
 def test_refusals(data: bytes, message: str) -> None:
     with pytest.raises(ArtifactError, match=message):
         parse(data, "m.json")
+
+
+def stack(**changes: Any) -> TensorRecord:
+    part = PartRecord(
+        name="e.0.weight",
+        source="all",
+        rows=[0, 2],
+        source_sha256=HASH,
+        key=HASH,
+        quantizer="affine4 g64",
+        notes=["no token was sent to it"],
+        stats={},
+    )
+    parts = [part, part.model_copy(update={"name": "e.1.weight", "source": "other", "rows": None})]
+    plain = example().tensors[0].model_dump()
+    return TensorRecord.model_validate(plain | {"source": None, "source_sha256": None, "parts": parts} | changes)
+
+
+def test_a_stack_has_parts_in_place_of_a_source() -> None:
+    record = stack(notes=["kept dense"])
+    manifest = example().model_copy(update={"tensors": [record]})
+    assert parse(encode(manifest)) == manifest
+    assert record.sources() == {"all": HASH, "other": HASH}
+    assert record.all_notes() == ["kept dense", "no token was sent to it", "no token was sent to it"]
+    assert example().tensors[0].sources() == {"a.weight": HASH}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"source": "a"}, {"parts": []}, {"source": "a", "source_sha256": HASH}, {"source_sha256": HASH}],
+)
+def test_a_tensor_has_one_source_or_parts(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="either a source with its hash, or parts"):
+        stack(**changes)
 
 
 def test_stored_by_name() -> None:

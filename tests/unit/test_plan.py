@@ -9,8 +9,10 @@ import pytest
 
 from tests.oracles.decoder import random_config, random_weights
 from tqtool.errors import SourceError, UserError
+from tqtool.transform.families import FAMILIES
 from tqtool.transform.plan import (
     Fill,
+    OnRows,
     OutputTensor,
     Role,
     RotateHeads,
@@ -65,6 +67,24 @@ def test_the_recipe_of_one_layer() -> None:
     assert ops["model.norm.weight"] == (Fill(value=1.0),)
     assert ops["model.embed_tokens.weight"] == (RotateInput(rotation=R1),)
     assert ops["lm_head.weight"] == (ScaleInput(gain="model.norm.weight"), RotateInput(rotation=R1))
+
+
+def test_the_recipe_of_a_fused_layer() -> None:
+    shapes, config = checkpoint("phi3")
+    found = {output.name.removeprefix("model.layers.1."): output for output in plan_rotation(shapes, config).outputs}
+    stem = "model.layers.1."
+    into_attention = (ScaleInput(gain=stem + "input_layernorm.weight"), RotateInput(rotation=R1))
+    into_mlp = (ScaleInput(gain=stem + "post_attention_layernorm.weight"), RotateInput(rotation=R1))
+    qkv, gate_up = found["self_attn.qkv_proj.weight"], found["mlp.gate_up_proj.weight"]
+    values = OnRows(start=72, stop=96, fold=RotateHeads(rotation=R2, axis="output"))  # 48 of q, 24 of k, 24 of v
+    assert (qkv.shape, qkv.role, qkv.module) == ((96, 36), Role.QKV, stem + "self_attn.qkv_proj")
+    assert qkv.ops == (*into_attention, values)
+    assert (gate_up.shape, gate_up.role, gate_up.ops) == ((88, 36), Role.GATE_UP, into_mlp)
+    assert found["self_attn.o_proj.weight"].ops == (
+        RotateOutput(rotation=R1),
+        RotateHeads(rotation=R2, axis="input"),
+    )
+    assert str(values) == "rows 72…95: heads Rᵀ[H12 plain] ·"
 
 
 def test_query_and_key_norms_are_untouched() -> None:
@@ -131,7 +151,7 @@ def test_a_head_beside_a_tied_flag_is_dropped_with_its_reason() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- claims
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "phi3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_source_tensor_is_claimed_once(model_type: str, tied: bool) -> None:
     shapes, config = checkpoint(model_type, tied=tied)
@@ -231,16 +251,30 @@ def test_gemma3_converts_and_does_not_rotate() -> None:
         plan_rotation(shapes, config)
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "gemma3", "olmo2"])
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3", "olmo2", "olmo3", "exaone4", "glm4"])
 def test_post_norm_architectures_are_refused_with_the_reason(model_type: str) -> None:
-    with pytest.raises(UserError, match=f"{model_type}.* cannot be rotated.*post-norms"):
+    with pytest.raises(
+        UserError, match=f"(?s){model_type}.* cannot be rotated.*post-norms.*not known without rotation either"
+    ):
         plan_rotation({}, {"model_type": model_type})
 
 
+@pytest.mark.parametrize("model_type", ["cohere", "cohere2", "phi", "stablelm", "starcoder2", "gpt_neox", "gpt2"])
+def test_layer_norm_architectures_are_refused_with_the_reason(model_type: str) -> None:
+    with pytest.raises(
+        UserError, match=f"(?s){model_type}.* cannot be rotated.*LayerNorms.*not known without rotation either"
+    ):
+        plan_rotation({}, {"model_type": model_type})
+    with pytest.raises(UserError, match=f"model_type '{model_type}' is not known"):
+        plan_identity({}, {"model_type": model_type})
+
+
 def test_an_unknown_architecture_names_the_known_ones() -> None:
-    with pytest.raises(UserError, match=r"'mamba'.*known: gemma3_text, llama, mistral, qwen2, qwen3"):
+    with pytest.raises(UserError, match=f"'mamba'.*known: {', '.join(sorted(FAMILIES))}"):
         plan_identity({}, {"model_type": "mamba"})
-    with pytest.raises(UserError, match=r"'mamba'; known: llama, mistral, qwen2, qwen3\n"):
+    rotated = [name for name, family in FAMILIES.items() if family.rotation_refusal is None]
+    assert "gemma3_text" not in rotated
+    with pytest.raises(UserError, match=f"'mamba'; known: {', '.join(rotated)}\n"):
         plan_rotation({}, {"model_type": "mamba"})
 
 
@@ -268,7 +302,8 @@ def test_an_impossible_size_is_refused_before_any_work() -> None:
 def test_json_round_trip() -> None:
     shapes, config = checkpoint("llama", attention_bias=True)
     shapes["model.rotary_emb.inv_freq"] = (6,)
-    for plan in (plan_rotation(shapes, config, signed_r2=True), plan_identity(shapes, config)):
+    fused = plan_rotation(*checkpoint("phi3"), signed_r2=True)
+    for plan in (plan_rotation(shapes, config, signed_r2=True), plan_identity(shapes, config), fused):
         text = json.dumps(plan.to_json())
         assert TransformPlan.from_json(json.loads(text)) == plan
 
@@ -282,6 +317,9 @@ def test_json_that_is_not_a_plan(damage: dict[str, Any]) -> None:
         TransformPlan.from_json(data | damage)
     data["outputs"][0]["ops"] = [{"op": "rotate_heads", "rotation": {"n": 4}, "axis": "sideways"}]
     with pytest.raises(UserError, match="rotate_heads"):
+        TransformPlan.from_json(data)
+    data["outputs"][0]["ops"] = [{"op": "on_rows", "start": 0, "stop": 4, "fold": {"op": "fill", "value": 1.0}}]
+    with pytest.raises(UserError, match="on_rows holds fill"):
         TransformPlan.from_json(data)
 
 

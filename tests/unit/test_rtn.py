@@ -139,6 +139,31 @@ def test_indivisible_shapes_are_refused_before_work(shape: tuple[int, ...]) -> N
         AffineRtn(bits=4, group_size=64).outputs(NAME, shape)
 
 
+def test_groups_too_small_for_nvfp4_are_counted() -> None:
+    weight = np.random.default_rng(4).standard_normal((37, 384)).astype(np.float32)
+    weight[3:9, 16:48] *= 1e-4  # twelve groups of 16, over the border of a chunk
+    weight[20] = 0.0  # nothing is lost where nothing was
+    result = AffineRtn(bits=4, group_size=16, mode="nvfp4", dtype=DType.F32).run(NAME, weight)
+    words, scales = (mx.array(array) for array in result.tensors.values())
+    decoded = mx.dequantize(words, scales, group_size=16, bits=4, mode="nvfp4", stream=mx.cpu)
+    served = np.array(decoded.astype(mx.float32))
+    groups, dead = weight.reshape(-1, 16), ~served.reshape(-1, 16).any(axis=1)
+    assert np.count_nonzero(dead & groups.any(axis=1)) == 12
+    lost = (groups[dead].astype(np.float64) ** 2).sum() / (groups.astype(np.float64) ** 2).sum()
+    assert result.notes == (
+        f"12 of {37 * 24} groups of 16 are too small for nvfp4's scales and became zeros, {lost:.1e} of the weight",
+    )
+    for bits, group, mode in ((4, 32, "mxfp4"), (8, 32, "mxfp8"), (4, 64, "affine")):
+        assert AffineRtn(bits=bits, group_size=group, mode=mode, dtype=DType.F32).run(NAME, weight).notes == ()
+
+
+def test_a_weight_that_would_vanish_in_nvfp4_is_an_error() -> None:
+    weight = (0.002 * np.random.default_rng(5).standard_normal((37, 384))).astype(np.float32)
+    with pytest.raises(NumericalError, match=r"up_proj\.weight: .* of 888 groups .*: they would be zeros, 9\d%"):
+        AffineRtn(bits=4, group_size=16, mode="nvfp4").run(NAME, weight)
+    AffineRtn(bits=4, group_size=32, mode="mxfp4").run(NAME, weight)
+
+
 def test_a_range_that_overflows_is_an_error() -> None:
     """MLX would store an infinite scale, and every value of the group would come back as NaN."""
     weight = np.zeros((4, 128), np.float32)

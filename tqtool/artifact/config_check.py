@@ -104,9 +104,9 @@ def _trellis_problems(artifact: Artifact, entries: Mapping[str, ConfigEntry]) ->
 
 
 def _shape_problems(record: TensorRecord, spec: TrellisSpec) -> list[str]:
-    if list(spec.weight_shape) == record.shape:
+    served = list(spec.served_shape)
+    if served == record.shape:
         return []
-    served = list(spec.weight_shape)
     return [f"config.json: trellis serves {record.module} as {served}, the manifest says {record.shape}"]
 
 
@@ -126,7 +126,7 @@ def _affine_tensors(record: TensorRecord, spec: AffineSpec) -> Expected:
 
 
 def _trellis_tensors(module: str, spec: TrellisSpec) -> Expected:
-    return {f"{module}.weight": (DType.U32, spec.words_shape), f"{module}.scales": (DType.F16, (spec.rows,))}
+    return {f"{module}.weight": (DType.U32, spec.words_shape), f"{module}.scales": (DType.F16, spec.scales_shape)}
 
 
 def _tensor_problems(artifact: Artifact, module: str, expected: Expected) -> list[str]:

@@ -76,20 +76,24 @@ def _trellis_problems(artifact: Artifact, module: str, spec: trellis.TrellisSpec
     if not np.isfinite(scales.astype(np.float32)).all():
         return [f"{module}.scales: holds values that are not finite"]
     values = codes.values(spec.code, spec.window)
+    matrix = spec.matrix
     problems = []
-    for row in _spread(spec.rows, SAMPLED_ROWS):
-        start, part = _rows_around(spec, row)
-        first = start * spec.stride // spec.block * spec.words_per_block
-        words = artifact.read_flat(f"{module}.weight", first, first + part.n_words)
-        levels = part.from_stream(values[trellis.unpack(words.reshape(part.n_blocks, -1), spec.k, spec.window)])
-        ours = levels * scales[start : start + part.rows, None].astype(np.float32)
-        if not np.isfinite(ours).all():
-            problems.append(f"{module}: row {row} decodes to values that are not finite")
-            continue
-        served = native.trellis_expand(words, scales[start : start + part.rows], part)
-        if not np.array_equal(ours.view(np.uint32), served.view(np.uint32)):
-            worst = float(np.abs(ours - served).max())
-            problems.append(f"{module}: row {row}: the compiled kernel differs from the format by {worst:.3g}")
+    for expert in _spread(max(1, spec.experts), SAMPLED_ROWS):
+        where = f"{module}, expert {expert}" if spec.experts else module
+        own = scales.reshape(-1, spec.rows)[expert]
+        for row in _spread(spec.rows, SAMPLED_ROWS):
+            start, part = _rows_around(matrix, row)
+            first = expert * spec.n_words + start * spec.stride // spec.block * spec.words_per_block
+            words = artifact.read_flat(f"{module}.weight", first, first + part.n_words)
+            levels = part.from_stream(values[trellis.unpack(words.reshape(part.n_blocks, -1), spec.k, spec.window)])
+            ours = levels * own[start : start + part.rows, None].astype(np.float32)
+            if not np.isfinite(ours).all():
+                problems.append(f"{where}: row {row} decodes to values that are not finite")
+                continue
+            served = native.trellis_expand(words, own[start : start + part.rows], part)
+            if not np.array_equal(ours.view(np.uint32), served.view(np.uint32)):
+                worst = float(np.abs(ours - served).max())
+                problems.append(f"{where}: row {row}: the compiled kernel differs from the format by {worst:.3g}")
     return problems
 
 

@@ -21,6 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tqtool.artifact.output import check_writable, whole_file
+from tqtool.calibration.estimate import estimates
+from tqtool.calibration.inputs import MAX_SINKS, ExpertInputs, InputSum, LayerInputs, Seen
 from tqtool.calibration.progress import (
     PROGRESS_NAME,
     State,
@@ -39,9 +41,9 @@ from tqtool.formats.hessians import (
     TAIL_FILE,
     CalibrationInfo,
     InputRecord,
+    RoutingRecord,
     encode,
     hash_file,
-    layer_tensors,
     pack_triangle,
 )
 from tqtool.formats.teacher import open_dump
@@ -49,9 +51,9 @@ from tqtool.pipeline.convert import plan_transform
 from tqtool.pipeline.preflight import require_disk
 from tqtool.runtime.blas import ensure_blas
 from tqtool.runtime.load import load_tokenizer
-from tqtool.solve.hessian import HessianSum
 from tqtool.source.checkpoint import Checkpoint, open_checkpoint
 from tqtool.source.checks import check_finite
+from tqtool.source.config import text_config
 from tqtool.source.fingerprint import fingerprint
 from tqtool.transform.plan import Role, TransformPlan
 
@@ -59,9 +61,6 @@ if TYPE_CHECKING:
     from tqtool.calibration.forward import StreamedModel
 
 LOCK_NAME = ".lock"
-MAX_SINKS = 4096
-"""Sink rows kept whole for one input; more than that are no longer rare and are summed like the others."""
-BASE_MEMORY_BYTES = 500 << 20
 
 Array = NDArray[np.float32]
 Tick = Callable[[int], None]
@@ -141,7 +140,7 @@ def plan_calibration(request: CalibrationRequest) -> CalibrationJob:
         if dump.info.tokenizer_hash != vocabulary_sha256:
             raise UserError(f"{path}: a dump of another tokenizer, so its text cannot be told from the calibration's")
         require_disjoint(rows, (dump.tokens(index) for index in range(dump.info.windows)), str(path))
-    layers = {output.name.split(".")[2] for output in plan.outputs if output.name.startswith("model.layers.")}
+    layers = {output.layer for output in plan.outputs} - {None}
     job = CalibrationJob(
         request=request,
         checkpoint=checkpoint,
@@ -151,35 +150,16 @@ def plan_calibration(request: CalibrationRequest) -> CalibrationJob:
         fingerprint=fingerprint(checkpoint),
         hidden=hidden,
         layers=len(layers),
-        **_estimates(plan, rows, hidden),
+        **estimates(
+            plan,
+            tokens=rows.record.tokens,
+            longest=max(sequence.size for sequence in rows.sequences),
+            hidden=hidden,
+            top=int(text_config(checkpoint.config).get("num_experts_per_tok") or 1),
+        ),
     )
     _check_target(job)
     return job
-
-
-def _estimates(plan: TransformPlan, rows: CalibrationRows, hidden: int) -> dict[str, int]:
-    """Peak memory and disk, from the shapes of the largest layer."""
-    widths: dict[str, dict[Role, int]] = {}
-    weights: dict[str, int] = {}
-    for output in plan.outputs:
-        if output.name.startswith("model.layers.") and len(output.shape) == 2:
-            layer = output.name.split(".")[2]
-            weights[layer] = weights.get(layer, 0) + output.shape[0] * output.shape[1]
-            # q, k and v read one input, gate and up another.
-            widths.setdefault(layer, {})[_reader(output.role)] = output.shape[1]
-    states = 4 * hidden * rows.record.tokens
-    moments = max(8 * sum(width * width for width in each.values()) for each in widths.values())
-    stored = sum(2 * width * (width + 1) for each in widths.values() for width in each.values())
-    longest = max(sequence.size for sequence in rows.sequences)
-    activations = 16 * longest * max(max(each.values()) for each in widths.values())
-    return {
-        "peak_memory_bytes": BASE_MEMORY_BYTES + 2 * states + 8 * max(weights.values()) + moments + activations,
-        "disk_bytes": stored + 2 * states + 2 * hidden * (hidden + 1),
-    }
-
-
-def _reader(role: Role) -> Role:
-    return Role.Q if role in (Role.K, Role.V) else Role.GATE if role is Role.UP else role
 
 
 def _check_target(job: CalibrationJob) -> None:
@@ -232,17 +212,16 @@ def calibrate(job: CalibrationJob, tick: Tick = lambda layers: None) -> Calibrat
 def _layer(job: CalibrationJob, model: StreamedModel, index: int, hidden: list[Array], state: State) -> list[Array]:
     model.fill(index)
     readers = model.readers(index, hidden[state.kept(len(hidden))[0]])
-    sums: dict[str, _InputSum] = {}
+    stacks = [f"{block}.{name}" for block in readers.routers for name in ("gate_proj", "down_proj")]
+    inputs = LayerInputs({stack: len(model.parts(stack)) for stack in stacks})
     for at in state.kept(len(hidden)):
-        entering, inputs = hidden[at], dict[str, Array]()
-        leaving = model.run(index, entering, inputs.__setitem__)
+        entering, seen = hidden[at], Seen()
+        leaving = model.run(index, entering, seen)
         if not np.isfinite(leaving).all():  # neither in this layer's sums nor in later ones
             state.dropped[at] = index
             hidden[at] = np.zeros_like(leaving)
             continue
-        sinks = sink_rows(entering, leaving, ratio=RATIO)
-        for key, rows in inputs.items():
-            sums.setdefault(key, _InputSum(rows.shape[1])).add(rows, sinks)
+        inputs.add(seen, sink_rows(entering, leaving, ratio=RATIO))
         hidden[at] = leaving
     if not state.kept(len(hidden)):
         raise NumericalError(
@@ -251,9 +230,17 @@ def _layer(job: CalibrationJob, model: StreamedModel, index: int, hidden: list[A
         )
     model.empty(index)
     file = f"layer-{index:05d}.safetensors"
-    _write_inputs(job.request.out, file, {key: (readers[key], total) for key, total in sums.items()}, state)
+    found = [_dense_input(key, readers.dense[key], total) for key, total in inputs.dense.items()]
+    for stack, rows in inputs.routed.items():
+        block, _, name = stack.rpartition(".")
+        router = readers.routers[block]
+        found += _expert_inputs(model, stack, rows, router if name == "gate_proj" else None)
+        if name == "gate_proj":
+            state.routing.append(RoutingRecord(block=block, router=router, tokens=rows.tokens()))
+    _write_inputs(job.request.out, file, found, state)
     old, state.layers_done = state.layers_done, index + 1
-    write_tensors(job.request.out / state_file(index + 1), {"hidden": np.concatenate(hidden)})
+    whole = np.concatenate(hidden)
+    write_tensors(job.request.out / state_file(index + 1), {"hidden": whole.shape}, [whole])
     state.files[state_file(index + 1)] = hash_file(job.request.out / state_file(index + 1))
     state.files.pop(state_file(old), None)
     write_state(job.request.out, state)
@@ -268,10 +255,10 @@ def _finish(job: CalibrationJob, model: StreamedModel, hidden: list[Array], stat
     table = next(output.module for output in job.plan.outputs if output.role is Role.EMBEDDING)
     module = head or table
     assert module is not None, "an embedding is a module"
-    total = _InputSum(job.hidden)
+    total = InputSum(job.hidden)
     for at in state.kept(len(hidden)):
         total.add(model.head_input(hidden[at]), sink_rows(hidden[at], hidden[at], ratio=RATIO))
-    _write_inputs(out, TAIL_FILE, {module: ([module], total)}, state)
+    _write_inputs(out, TAIL_FILE, [_dense_input(module, [module], total)], state)
     info = CalibrationInfo(
         model_type=job.checkpoint.model_type,
         source_fingerprint=job.fingerprint,
@@ -283,6 +270,7 @@ def _finish(job: CalibrationJob, model: StreamedModel, hidden: list[Array], stat
         sink_ratio=RATIO,
         dropped=state.dropped_list(),
         inputs=state.inputs,
+        routing=state.routing,
         files={name: digest for name, digest in state.files.items() if not name.startswith("state-")},
         tools=_tools(),
     )
@@ -293,42 +281,87 @@ def _finish(job: CalibrationJob, model: StreamedModel, hidden: list[Array], stat
     return info
 
 
-class _InputSum:
-    """Ordinary rows summed, sinks kept."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Input:
+    """One input that is about to be written: its record as far as it is known, and how to get its sum.
 
-    def __init__(self, width: int) -> None:
-        self.moments = HessianSum(width)
-        self.sinks: list[Array] = []
+    Sums of experts are made one at a time, when their turn to be written comes.
+    """
 
-    def add(self, rows: Array, sinks: NDArray[np.bool_]) -> None:
-        kept = rows[sinks & np.isfinite(rows).all(axis=1)][: MAX_SINKS - len(self.sinks)]
-        self.moments.accumulate(rows[~sinks])
-        if len(kept) < np.count_nonzero(sinks):
-            rest = rows[sinks][len(kept) :]
-            self.moments.accumulate(rest)
-        self.sinks += list(kept)
+    key: str
+    modules: list[str]
+    wider: str | None
+    width: int
+    sinks: int
+    is_read: bool
+    total: Callable[[], InputSum]
 
-    def stacked(self) -> Array:
-        return np.stack(self.sinks) if self.sinks else np.empty((0, self.moments.width), np.float32)
-
-
-def _write_inputs(out: Path, file: str, sums: dict[str, tuple[list[str], _InputSum]], state: State) -> None:
-    tensors: dict[str, Array] = {}
-    for key, (modules, total) in sums.items():
-        record = InputRecord(
-            key=key,
+    def record(self, file: str, total: InputSum | None) -> InputRecord:
+        """The row of ``calibration.json``."""
+        return InputRecord(
+            key=self.key,
             file=file,
-            modules=modules,
-            width=total.moments.width,
-            rows=total.moments.rows,
-            sinks=len(total.sinks),
-            dropped=total.moments.dropped,
+            modules=self.modules,
+            width=self.width,
+            rows=0 if total is None else total.moments.rows,
+            sinks=self.sinks,
+            dropped=0 if total is None else total.moments.dropped,
+            wider=self.wider,
         )
-        (moments, _, _), (sinks, _, _) = layer_tensors(record)
-        tensors[moments] = pack_triangle(total.moments.finish().matrix)
-        tensors[sinks] = total.stacked()
-        state.inputs.append(record)
-    write_tensors(out / file, tensors)
+
+
+def _dense_input(key: str, modules: list[str], total: InputSum) -> _Input:
+    return _Input(
+        key=key,
+        modules=modules,
+        wider=None,
+        width=total.moments.width,
+        sinks=len(total.sinks),
+        is_read=True,
+        total=lambda: total,
+    )
+
+
+def _expert_inputs(model: StreamedModel, stack: str, found: ExpertInputs, wider: str | None) -> Iterator[_Input]:
+    """One input an expert; those of gate_proj are read by up_proj too."""
+    readers = [stack]
+    if stack.endswith(".gate_proj"):
+        readers.append(f"{stack.removesuffix('.gate_proj')}.up_proj")
+    parts = [model.parts(reader) for reader in readers]
+    sums = found.sums()
+
+    def total() -> InputSum:
+        made = next(each for each in sums if each is not None)
+        return made
+
+    for modules, sinks, tokens in zip(zip(*parts, strict=True), found.sinks(), found.tokens(), strict=True):
+        yield _Input(
+            key=modules[0],
+            modules=list(modules),
+            wider=wider,
+            width=found.width,
+            sinks=sinks,
+            is_read=tokens > 0,
+            total=total,
+        )
+
+
+def _write_inputs(out: Path, file: str, inputs: Sequence[_Input], state: State) -> None:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for each in inputs:
+        if each.is_read:
+            shapes[f"{each.key}.hessian"] = (each.width * (each.width + 1) // 2,)
+            shapes[f"{each.key}.sinks"] = (each.sinks, each.width)
+
+    def arrays() -> Iterator[Array]:
+        for each in inputs:
+            total = each.total() if each.is_read else None
+            state.inputs.append(each.record(file, total))
+            if total is not None:
+                yield pack_triangle(total.matrix())
+                yield total.stacked()
+
+    write_tensors(out / file, shapes, arrays())
     state.files[file] = hash_file(out / file)
 
 

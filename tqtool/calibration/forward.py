@@ -6,8 +6,9 @@ whatever the transform; nothing here knows of rotations. Only one layer's weight
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +18,8 @@ from mlx.utils import tree_map, tree_unflatten
 from numpy.typing import NDArray
 
 from tqtool.artifact.reload import decoder_layers
+from tqtool.calibration.inputs import Seen
+from tqtool.calibration.taps import Taps, put_taps
 from tqtool.errors import UserError
 from tqtool.runtime.layers import Stand
 from tqtool.runtime.load import build_model
@@ -25,7 +28,14 @@ from tqtool.transform.apply import apply_folds
 from tqtool.transform.plan import OutputTensor, Role, TransformPlan
 
 Array = NDArray[np.float32]
-See = Callable[[str, Array], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readers:
+    """First reader of each distinct input → all linears that read it; each block of experts → who reads the same."""
+
+    dense: Mapping[str, list[str]]
+    routers: Mapping[str, str | None]
 
 
 class StreamedModel:
@@ -64,50 +74,49 @@ class StreamedModel:
         """Read and fold the weights of layer ``index``."""
         prefix = self._paths[index] + "."
         weights = [
-            (output.name.removeprefix(prefix), mx.array(apply_folds(output, self._read)))
-            for output in self.layer_outputs(index)
+            (output.name.removeprefix(prefix), mx.array(self._folded(output))) for output in self.layer_outputs(index)
         ]
         layer = self._layers[index]
         layer.load_weights(weights, strict=True)
         layer.eval()
         mx.eval(layer.parameters())
 
-    def run(self, index: int, hidden: Array, see: See | None = None) -> Array:
-        """Layer ``index`` on one sequence ``[T, hidden]``; ``see(module path, input [T, in])`` once per distinct input.
-
-        The module named is the first that reads the input; ``readers`` says who else does.
-        """
+    def run(self, index: int, hidden: Array, seen: Seen | None = None) -> Array:
+        """Layer ``index`` on one sequence ``[T, hidden]``; what its modules read is put into ``seen``."""
         call = self._call(index, hidden.shape[0])
-        layer = self._layers[index]
-        taps: dict[str, mx.array] = {}
-        originals = [] if see is None else _tap(layer, self._paths[index], taps)
+        layer, taps = self._layers[index], Taps()
+        take_off = put_taps(layer, self._paths[index], taps) if seen is not None else lambda: None
         try:
             result = layer(mx.array(hidden)[None], *call.arguments, **call.options)
-            mx.eval(result, *taps.values())
+            mx.eval(result, *taps.arrays())
         finally:
-            layer.update_modules(tree_unflatten(originals))
-        if see is not None:
-            seen: set[int] = set()
-            for module, value in taps.items():
-                if id(value) not in seen:
-                    seen.add(id(value))
-                    see(module, np.array(value.astype(mx.float32)).reshape(-1, value.shape[-1]))
+            take_off()
+        if seen is not None:
+            found = taps.seen()
+            seen.dense, seen.routed = found.dense, found.routed
         return np.array(result[0])
 
-    def readers(self, index: int, hidden: Array) -> dict[str, list[str]]:
-        """First reader of each distinct input of layer ``index`` → all modules that read the same."""
+    def readers(self, index: int, hidden: Array) -> Readers:
+        """Who reads what in layer ``index``; ``hidden`` is any state that it can run on."""
         call = self._call(index, hidden.shape[0])
-        layer = self._layers[index]
-        taps: dict[str, mx.array] = {}
-        originals = _tap(layer, self._paths[index], taps)
+        layer, taps = self._layers[index], Taps()
+        take_off = put_taps(layer, self._paths[index], taps)
         try:
             layer(mx.array(hidden)[None], *call.arguments, **call.options)
         finally:
-            layer.update_modules(tree_unflatten(originals))
-        groups: dict[int, list[str]] = {}
-        for module, value in taps.items():
-            groups.setdefault(id(value), []).append(module)
-        return {members[0]: members for members in groups.values()}
+            take_off()
+        dense: dict[str, list[str]] = {}
+        routers: dict[str, str | None] = dict.fromkeys(taps.routed)
+        for modules in taps.groups():
+            linears = [module for module in modules if module not in taps.routed]
+            if linears:
+                dense[linears[0]] = linears
+                routers.update((module, linears[0]) for module in modules if module in taps.routed)
+        return Readers(dense=dense, routers=routers)
+
+    def parts(self, stack: str) -> list[str]:
+        """Modules of the experts in ``stack``, in order."""
+        return [str(part.module) for part in self._outputs[f"{stack}.weight"].parts]
 
     def empty(self, index: int) -> None:
         """Forget the weights of layer ``index``."""
@@ -115,7 +124,7 @@ class StreamedModel:
 
     def head_input(self, hidden: Array) -> Array:
         """What the head reads: the final norm of ``hidden``."""
-        norm = self._outputs["model.norm.weight"]
+        norm = next(output for name, output in self._outputs.items() if name.endswith("model.norm.weight"))
         module = self._model.model.norm
         module.load_weights([("weight", mx.array(apply_folds(norm, self._read)))], strict=True)
         result = module(mx.array(hidden))
@@ -157,8 +166,18 @@ class StreamedModel:
         folded = apply_folds(wanted, lambda name: rows if name == embedding.source else self._read(name))
         return mx.array(folded[inverse])
 
-    def _read(self, name: str) -> NDArray[Any]:
-        return self._checkpoint.tensors[name].read()
+    def _folded(self, output: OutputTensor) -> Array:
+        if not output.parts:
+            return apply_folds(output, self._read)
+        stack = np.empty(output.shape, np.float32)
+        for index, part in enumerate(output.parts):
+            stack[index] = apply_folds(part, partial(self._read, rows=part.rows))
+        return stack
+
+    def _read(self, name: str, rows: tuple[int, int] | None = None) -> NDArray[Any]:
+        """A source tensor; ``rows`` of it, but for a norm gain, which is read whole."""
+        ref = self._checkpoint.tensors[name]
+        return ref.read() if rows is None or len(ref.shape) < 2 else ref.read_flat_rows(*rows)
 
 
 class _Rows(nn.Module):  # type: ignore[misc]
@@ -174,24 +193,3 @@ class _Rows(nn.Module):  # type: ignore[misc]
     def as_linear(self, hidden: mx.array) -> mx.array:
         """The head of a tied model; its result is thrown away."""
         return hidden
-
-
-class _Tap(nn.Module):  # type: ignore[misc]
-    """A linear layer that keeps its input."""
-
-    def __init__(self, linear: nn.Module, module: str, taps: dict[str, mx.array]) -> None:
-        super().__init__()
-        self.linear = linear
-        self._module, self._taps = module, taps
-
-    def __call__(self, x: mx.array) -> mx.array:
-        self._taps[self._module] = x
-        result: mx.array = self.linear(x)
-        return result
-
-
-def _tap(layer: nn.Module, path: str, taps: dict[str, mx.array]) -> list[tuple[str, nn.Module]]:
-    """Put a tap on every linear of ``layer``; returns what to put back."""
-    linears = [(name, module) for name, module in layer.named_modules() if type(module) is nn.Linear]
-    layer.update_modules(tree_unflatten([(name, _Tap(module, f"{path}.{name}", taps)) for name, module in linears]))
-    return linears

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tqtool.artifact.output import whole_file
 from tqtool.errors import ArtifactError
 from tqtool.formats.dtypes import DType
-from tqtool.formats.hessians import DroppedSequence, InputRecord, hash_file
+from tqtool.formats.hessians import DroppedSequence, InputRecord, RoutingRecord, hash_file
 from tqtool.formats.safetensors import build_header, read_header
 
 PROGRESS_NAME: Final = "progress.json"
@@ -34,6 +34,7 @@ class State:
     key: str
     layers_done: int = 0
     inputs: list[InputRecord] = field(default_factory=list)
+    routing: list[RoutingRecord] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     dropped: dict[int, int] = field(default_factory=dict)
 
@@ -51,12 +52,13 @@ def state_file(layers: int) -> str:
     return f"state-{layers:05d}.safetensors"
 
 
-def write_tensors(path: Path, tensors: dict[str, Array]) -> None:
-    """A safetensors file of float32, whole or not at all."""
-    header, _ = build_header([(name, DType.F32, array.shape) for name, array in tensors.items()], {"format": "tqtool"})
+def write_tensors(path: Path, shapes: dict[str, tuple[int, ...]], arrays: Iterable[Array]) -> None:
+    """A safetensors file of float32, whole or not at all; ``arrays`` in the order of ``shapes``, one at a time."""
+    header, _ = build_header([(name, DType.F32, shape) for name, shape in shapes.items()], {"format": "tqtool"})
     with whole_file(path) as (file, _):
         file.write(header)
-        for array in tensors.values():
+        for array, (name, shape) in zip(arrays, shapes.items(), strict=True):
+            assert array.shape == shape, f"{name}: {array.shape} in place of {shape}"
             file.write(np.ascontiguousarray(array, "<f4").data)
 
 
@@ -78,6 +80,7 @@ def write_state(out: Path, state: State) -> None:
         "key": state.key,
         "layers_done": state.layers_done,
         "inputs": [record.model_dump(mode="json") for record in state.inputs],
+        "routing": [record.model_dump(mode="json") for record in state.routing],
         "files": state.files,
         "dropped": [record.model_dump(mode="json") for record in state.dropped_list()],
     }
@@ -98,6 +101,7 @@ def read_state(out: Path) -> State:
             key=body["key"],
             layers_done=body["layers_done"],
             inputs=[InputRecord.model_validate(record) for record in body["inputs"]],
+            routing=[RoutingRecord.model_validate(record) for record in body["routing"]],
             files=body["files"],
             dropped={record.sequence: record.layer for record in dropped},
         )

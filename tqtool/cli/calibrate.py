@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+MOST_NAMED = 8
 
 HELP = """Sum what every linear layer reads over a text (Hessians), for convert --method gptq and trellis --ldlq.
 
@@ -79,9 +82,25 @@ def calibrate(
     dropped = sum(record.dropped for record in info.inputs)
     if as_json:
         lost = [record.model_dump() for record in info.dropped]
-        body = {"content_sha256": info.content_sha256(), "dropped_rows": dropped, "dropped_sequences": lost}
+        body = {
+            "content_sha256": info.content_sha256(),
+            "dropped_rows": dropped,
+            "dropped_sequences": lost,
+            "experts": {routing.block: routing.tokens for routing in info.routing},
+        }
         emit_json({"out": str(out), **body, **facts})
         return
     for record in info.dropped:
         note(f"note: sequence {record.sequence} is not finite behind layer {record.layer}: left out from there on")
+    for routing in info.routing:
+        emit_line(f"{routing.block}: {routing_text(routing.tokens)}")
     emit_line(f"{out}: {info.transform}, {size}; {len(info.dropped)} sequences, {dropped} rows dropped")
+
+
+def routing_text(tokens: Sequence[int]) -> str:
+    """One line about how many tokens each expert of a block read."""
+    middle = sorted(tokens)[len(tokens) // 2]
+    idle = [expert for expert, count in enumerate(tokens) if not count]
+    named = ", ".join(map(str, idle[:MOST_NAMED])) + (f" and {len(idle) - MOST_NAMED} more" * (len(idle) > MOST_NAMED))
+    unread = f"; no token went to {named}" if idle else ""
+    return f"{len(tokens)} experts read {min(tokens)} to {max(tokens)} tokens each, median {middle}{unread}"

@@ -51,7 +51,7 @@ def open_measured(folders: Sequence[Path], sensitivity: Sensitivity) -> Candidat
     """The artifacts that ``sensitivity`` was measured on; UserError if ``folders`` are not exactly those."""
     measured = {candidate.manifest_sha256: candidate.bits for candidate in sensitivity.candidates}
     names = {name for group in sensitivity.groups for name in group.modules}
-    candidates = open_candidates(folders, include_head=HEAD in names)
+    candidates = open_candidates(folders, include_head=any(name.endswith(HEAD) for name in names))
     given = {artifact.manifest_sha256 for artifact in candidates.artifacts}
     for artifact in candidates.artifacts:
         if artifact.manifest_sha256 not in measured:

@@ -52,7 +52,7 @@ class SwapScorer:
         found = self._modules.get(module)
         if found is None or "weight" not in found or "scales" in found:
             raise UserError(f"{module}: no layer of this model that can be expanded and exchanged")
-        if layer is None and module != "lm_head":
+        if layer is None and not module.endswith("lm_head"):
             raise UserError(f"{module}: lies in no layer of the model")
         return self.depth if layer is None else layer
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -39,7 +40,11 @@ class _Model(BaseModel):
 
 
 class InputRecord(_Model):
-    """One distinct input: the modules that read it, and what was summed."""
+    """One distinct input: the modules that read it, and what was summed.
+
+    ``wider`` is the key of an input that this one is a part of: what all tokens of the layer bring to its experts, of
+    which one expert reads some. An expert that read nothing has no rows and no sinks, and nothing is stored for it.
+    """
 
     key: str
     file: str
@@ -48,6 +53,15 @@ class InputRecord(_Model):
     rows: Count
     sinks: Count
     dropped: Count
+    wider: str | None
+
+
+class RoutingRecord(_Model):
+    """How many tokens each expert of one block read, sinks among them; ``router`` is the module that sent them."""
+
+    block: str
+    router: str | None
+    tokens: Annotated[list[Count], Field(min_length=1)]
 
 
 class TextRecord(_Model):
@@ -82,12 +96,17 @@ class CalibrationInfo(_Model):
     sink_ratio: float
     dropped: list[DroppedSequence]
     inputs: list[InputRecord]
+    routing: list[RoutingRecord]
     files: dict[str, Sha256]
     tools: dict[str, str]
 
     def input_of(self, module: str) -> InputRecord | None:
         """The record of what ``module`` reads, or None."""
-        return next((record for record in self.inputs if module in record.modules), None)
+        return self._by_module.get(module)
+
+    @cached_property
+    def _by_module(self) -> dict[str, InputRecord]:
+        return {module: record for record in self.inputs for module in record.modules}
 
     def content_sha256(self) -> str:
         """Names the content: equal for equal files and settings."""
@@ -127,7 +146,9 @@ def unpack_triangle(packed: NDArray[np.float32], width: int) -> NDArray[np.float
 
 
 def layer_tensors(record: InputRecord) -> tuple[tuple[str, DType, tuple[int, ...]], ...]:
-    """Name, type and shape of what is stored for one input."""
+    """Name, type and shape of what is stored for one input; nothing for an expert that read nothing."""
+    if not record.rows + record.sinks:
+        return ()
     triangle = record.width * (record.width + 1) // 2
     return (
         (f"{record.key}.hessian", DType.F32, (triangle,)),
@@ -143,13 +164,13 @@ class Calibration:
     info: CalibrationInfo
 
     def moments(self, module: str) -> InputMoments | None:
-        """What ``module`` read during calibration; None if it was not calibrated.
+        """What ``module`` read during calibration; None if it was not calibrated, or is an expert that read nothing.
 
         Raises:
             ArtifactError: the file is missing, damaged or not finite.
         """
         record = self.info.input_of(module)
-        if record is None:
+        if record is None or not record.rows + record.sinks:
             return None
         path = self.folder / record.file
         try:

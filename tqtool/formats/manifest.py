@@ -66,14 +66,30 @@ class StoredRecord(_Model):
         return DType(value).value
 
 
+class PartRecord(_Model):
+    """One matrix of a stack; ``rows`` are those it takes of its source, None for all."""
+
+    name: str
+    source: str
+    rows: Annotated[list[Count], Field(min_length=2, max_length=2)] | None
+    source_sha256: Sha256
+    key: Sha256 | None
+    quantizer: str
+    notes: list[str]
+    stats: dict[str, float]
+
+
 class TensorRecord(_Model):
-    """One float tensor of the model and what is stored for it."""
+    """One float tensor of the model and what is stored for it.
+
+    A stack of experts has ``parts``, in order, and no source, key or statistics of its own.
+    """
 
     name: str
     module: str | None
     role: str
-    source: str
-    source_sha256: Sha256
+    source: str | None
+    source_sha256: Sha256 | None
     key: Sha256 | None
     folds: list[str]
     quantizer: str
@@ -82,6 +98,23 @@ class TensorRecord(_Model):
     stored: Annotated[list[StoredRecord], Field(min_length=1)]
     notes: list[str]
     stats: dict[str, float]
+    parts: list[PartRecord]
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> Self:
+        if bool(self.parts) != (self.source is None) or (self.source is None) != (self.source_sha256 is None):
+            raise ValueError(f"tensor {self.name}: expected either a source with its hash, or parts that have them")
+        return self
+
+    def sources(self) -> dict[str, str]:
+        """Hash of every source tensor it was made from, by name."""
+        if self.source is not None and self.source_sha256 is not None:
+            return {self.source: self.source_sha256}
+        return {part.source: part.source_sha256 for part in self.parts}
+
+    def all_notes(self) -> list[str]:
+        """Its notes and those of its parts."""
+        return [*self.notes, *(note for part in self.parts for note in part.notes)]
 
 
 class FileRecord(_Model):

@@ -19,7 +19,7 @@ Value served: ``f32(code(state)) · f32(scales[r])``.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -52,6 +52,8 @@ class TrellisSpec:
         stride: distance of two rows in the stream, in weights; ``cols``, or ``cols`` rounded up to whole blocks. In
             tiles: ``cols`` rounded up to whole tiles.
         tile: 0 for rows one after another; 16 for squares of 16 × 16 (axis 1 only).
+        experts: 0 for one matrix; else how many of them are stored in one tensor, along a leading axis. Everything but
+            the shapes of tensors is about one matrix.
     """
 
     k: int
@@ -63,6 +65,7 @@ class TrellisSpec:
     cols: int
     stride: int
     tile: int = 0
+    experts: int = 0
 
     def __post_init__(self) -> None:
         check_window(self.window)
@@ -78,6 +81,8 @@ class TrellisSpec:
             raise UserError(
                 f"trellis shape rows={self.rows} cols={self.cols} stride={self.stride}: expected 1 ≤ cols ≤ stride"
             )
+        if self.experts < 0:
+            raise UserError(f"trellis experts {self.experts}: expected 0 (one matrix) or their number")
         if self.tile not in (0, TILE):
             raise UserError(f"trellis tile {self.tile}: expected 0 (rows) or {TILE} (squares)")
         if self.tile and (self.axis != 1 or self.stride != _up(self.cols, TILE)):
@@ -120,11 +125,27 @@ class TrellisSpec:
     @property
     def words_shape(self) -> tuple[int, ...]:
         """Shape of the ``.weight`` tensor: rows of words where they come out whole, else flat; or rows of tiles."""
+        lead = (self.experts,) if self.experts else ()
         if self.tile:
-            return (-(-self.rows // self.tile), self.stride // self.tile * self.words_per_block)
+            return (*lead, -(-self.rows // self.tile), self.stride // self.tile * self.words_per_block)
         if self.stride * self.k % 32 == 0 and self.rows * self.stride % self.block == 0:
-            return (self.rows, self.stride * self.k // 32)
-        return (self.n_words,)
+            return (*lead, self.rows, self.stride * self.k // 32)
+        return (*lead, self.n_words)
+
+    @property
+    def scales_shape(self) -> tuple[int, ...]:
+        """Shape of the ``.scales`` tensor."""
+        return (self.experts, self.rows) if self.experts else (self.rows,)
+
+    @property
+    def served_shape(self) -> tuple[int, ...]:
+        """Shape of the module's weight: ``[out, in]``, or ``[experts, out, in]``."""
+        return (self.experts, *self.weight_shape) if self.experts else self.weight_shape
+
+    @property
+    def matrix(self) -> TrellisSpec:
+        """The spec of one matrix."""
+        return replace(self, experts=0)
 
     @property
     def weight_shape(self) -> tuple[int, int]:
@@ -132,8 +153,11 @@ class TrellisSpec:
         return (self.rows, self.cols) if self.axis == 1 else (self.cols, self.rows)
 
     def to_config(self) -> dict[str, Any]:
-        """Plain values for config.json."""
-        return asdict(self)
+        """Plain values for config.json; ``experts`` stands there only for a stack."""
+        values = asdict(self)
+        if not self.experts:
+            del values["experts"]
+        return values
 
     def to_stream(self, stored: NDArray[Element]) -> NDArray[Element]:
         """``[rows, cols]`` in the order of coding, ``[n_blocks, block]``; padding is zero."""
@@ -155,14 +179,16 @@ class TrellisSpec:
     @classmethod
     def from_config(cls, module: str, value: dict[str, Any], version: int = FORMAT_VERSION) -> TrellisSpec:
         """Read one entry of ``config["trellis"]["modules"]``; ArtifactError if it is not a valid one."""
-        names = {field.name for field in fields(cls)} - ({"tile"} if version == 1 else set())
-        if not isinstance(value, dict) or set(value) != names:
+        names = {field.name for field in fields(cls)} - ({"tile", "experts"} if version == 1 else {"experts"})
+        if not isinstance(value, dict) or set(value) - ({"experts"} if version > 1 else set()) != names:
             found = sorted(value) if isinstance(value, dict) else type(value).__name__
             raise ArtifactError(
                 f"config.json: trellis entry of {module}: expected the keys {sorted(names)}, found {found}"
             )
         for name, found in value.items():
             kind = str if name == "code" else int
+            if name == "experts" and found == 0:
+                raise ArtifactError(f"config.json: trellis entry of {module}: experts: expected 1 or more, found 0")
             if type(found) is not kind:  # not isinstance: True is an int to Python, 12.0 equals 12
                 raise ArtifactError(
                     f"config.json: trellis entry of {module}: {name}: expected {kind.__name__}, found {found!r:.80}"

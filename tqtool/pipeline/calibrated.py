@@ -25,7 +25,7 @@ from tqtool.solve.rtn import AffineRtn
 from tqtool.solve.trellis import Coded, Tick, TrellisOptions
 from tqtool.source.checkpoint import Checkpoint
 from tqtool.source.fingerprint import fingerprint
-from tqtool.transform.ops import Channels
+from tqtool.transform.folds import Channels
 from tqtool.transform.plan import OutputTensor, Role, TransformPlan
 
 SINK_WEIGHT = 32.0
@@ -46,12 +46,24 @@ FIRST_DAMPING_DOWN = 0.3
 """Where the solvers begin to damp. An MLP's inner activations are so heavy-tailed that 32 768 tokens do not settle
 their correlations: at GPTQ's usual 0.01 a down_proj of SmolLM2 errs 1.15-1.2 times as much on other text as at 0.3, on
 16 384 tokens less up to 1.5 times. The inputs of other layers, behind a norm, want 0.03-0.1."""
+FIRST_DAMPING_FEW = 1.0
+"""The same for a down_proj that read fewer rows than it has inputs, as an expert's may: at 0.3 it errs up to 1.17 times
+as much on other tokens of its kind, and where those differ most it errs more than rounding (docs/log.md)."""
+
+WIDER_SHARE = 0.25
+"""What all tokens of a layer count for beside those that one expert read, in rows for each input: an expert of 2048
+inputs that read 512 tokens is solved under the mean of both. One that read none is solved under theirs alone."""
 
 MOST_SINK_WEIGHT = 1e6
 """Larger weights are refused: the damping, at least 1 % of the mean diagonal, grows with them and would outweigh all
 that ordinary rows add."""
 
-CALIBRATED_ROLES = frozenset({Role.Q, Role.K, Role.V, Role.O, Role.GATE, Role.UP, Role.DOWN, Role.HEAD})
+CALIBRATED_ROLES = frozenset(
+    {
+        *(Role.QKV, Role.Q, Role.K, Role.V, Role.O, Role.GATE_UP, Role.GATE, Role.UP, Role.DOWN),
+        *(Role.LINEAR_IN, Role.LINEAR_OUT, Role.RATE, Role.ROUTER, Role.HEAD),
+    }
+)
 """What a solver may take. A tied embedding is looked up too, where the head's Hessian says nothing: it is rounded."""
 
 
@@ -65,14 +77,32 @@ class Hessians:
     """Modules whose inputs are reordered: their statistics are handed out in the new order."""
 
     def has(self, output: OutputTensor) -> bool:
-        """True when ``output`` may be solved under a Hessian and there is one."""
+        """True when ``output`` may be solved under a Hessian and there is one.
+
+        An expert that no token was sent to has one if the tokens that could have been are known: for gate and up.
+        """
         if output.module is None or output.role not in CALIBRATED_ROLES:
             return False
-        return self.calibration.info.input_of(output.module) is not None
+        record = self.calibration.info.input_of(output.module)
+        return record is not None and (record.rows + record.sinks > 0 or record.wider is not None)
+
+    def rows(self, output: OutputTensor) -> int:
+        """Ordinary rows that ``output`` itself read."""
+        record = None if output.module is None else self.calibration.info.input_of(output.module)
+        return 0 if record is None else record.rows
+
+    def notes(self, output: OutputTensor) -> tuple[str, ...]:
+        """What to say of a module that has a Hessian, but not one of its own."""
+        record = None if output.module is None else self.calibration.info.input_of(output.module)
+        if record is None or record.rows + record.sinks or record.wider is None:
+            return ()
+        return ("no token was sent to it: calibrated on all tokens of its layer",)
 
     def moments(self, module: str) -> InputMoments:
         """What was stored for ``module``; ArtifactError if it is not there or damaged."""
-        moments = self.calibration.moments(module)
+        record, moments = self.calibration.info.input_of(module), self.calibration.moments(module)
+        if record is not None and record.wider is not None:
+            moments = blended(moments, self.calibration.moments(record.wider))
         if moments is None:
             raise ArtifactError(f"{self.calibration.folder}: no moments of {module}", hint="calibrate again")
         channels = self.channels.get(module)
@@ -102,7 +132,8 @@ class Hessians:
         info = self.calibration.info
         record = info.input_of(module)
         assert record is not None, "asked for modules that have one"
-        return {"file_sha256": info.files[record.file], "input": record.key, "sink_weight": self.sink_weight}
+        facts = {"file_sha256": info.files[record.file], "input": record.key, "sink_weight": self.sink_weight}
+        return facts if record.wider is None else facts | {"wider": record.wider, "wider_share": WIDER_SHARE}
 
     def to_json(self) -> dict[str, Any]:
         """What the manifest records."""
@@ -111,10 +142,24 @@ class Hessians:
         return {"sha256": info.content_sha256(), "text": text, "sink_weight": self.sink_weight}
 
 
-def dampings_of(output: OutputTensor) -> tuple[float, ...]:
-    """Dampings to try for a module, in order."""
-    first = FIRST_DAMPING_DOWN if output.role is Role.DOWN else FIRST_DAMPING
+def dampings_of(output: OutputTensor, rows: int) -> tuple[float, ...]:
+    """Dampings to try for a module whose Hessian is of ``rows`` rows, in order."""
+    first = FIRST_DAMPING
+    if output.role is Role.DOWN:
+        first = FIRST_DAMPING_DOWN if rows >= output.shape[-1] else FIRST_DAMPING_FEW
     return tuple(damping for damping in DAMPINGS if damping >= first)
+
+
+def blended(own: InputMoments | None, wider: InputMoments | None) -> InputMoments | None:
+    """What one expert read, and beside it, for ``WIDER_SHARE`` rows an input, what all tokens of the layer bring.
+
+    Few rows do not span their space, and an expert will read tokens unlike those it read here.
+    """
+    if own is None or wider is None:
+        return own if wider is None else wider
+    share = WIDER_SHARE * len(own.matrix)
+    matrix = (own.rows * own.matrix + np.float32(share) * wider.matrix) / np.float32(own.rows + share)
+    return InputMoments(matrix=matrix.astype(np.float32), sinks=own.sinks, rows=own.rows + round(share))
 
 
 def capped(moments: InputMoments) -> InputMoments:
@@ -124,6 +169,8 @@ def capped(moments: InputMoments) -> InputMoments:
     full size it is all that H knows, and the solver gives up on every other token. But where it is that long the layer
     makes the massive activation that all later layers see, normalized, at that token: not to be spoiled either.
     """
+    if not moments.rows:  # an expert that reads nothing else
+        return moments
     largest = _energy_of(LONGEST_SINK, moments)
     factor = np.sqrt(largest / np.maximum(_energies(moments), max(largest, np.finfo(np.float64).tiny)))
     return replace(moments, sinks=(moments.sinks * factor[:, None]).astype(np.float32))
@@ -305,16 +352,19 @@ def calibrated_affine(
             raise UserError(
                 f"GPTQ is for affine modules; {output.module} is {plain.mode}", hint="--method rtn, or --bits"
             )
-        if hessians.has(output):
+        for piece in output.pieces:
+            if not hessians.has(piece):
+                notes[piece.name] = ("rounded to nearest: nothing to calibrate it on",)
+                continue
             # The searched grid ends at 0.6 times the proxy loss of mx.quantize's, in a third of act-order's time.
             options = GptqOptions(
                 bits=plain.bits,
                 group_size=plain.group_size,
                 dtype=plain.dtype,
                 grid="search",
-                dampings=dampings_of(output),
+                dampings=dampings_of(piece, hessians.rows(piece)),
             )
-            result[output.name] = CalibratedAffine(options=options, width=output.shape[-1], hessians=hessians)
-        else:
-            notes[output.name] = ("rounded to nearest: nothing to calibrate it on",)
+            if lines := hessians.notes(piece):
+                notes[piece.name] = lines
+            result[piece.name] = CalibratedAffine(options=options, width=piece.shape[-1], hessians=hessians)
     return result, notes

@@ -33,7 +33,7 @@ from tqtool.solve.trellis import (
 )
 from tqtool.source.checkpoint import Checkpoint
 from tqtool.transform.channels import choose_channels, mlps, tame_outliers, with_channels
-from tqtool.transform.ops import Channels
+from tqtool.transform.folds import Channels
 from tqtool.transform.plan import OutputTensor, Role, TransformPlan
 
 Form = Literal["packed", "fake-quant", "carrier"]
@@ -50,8 +50,8 @@ LOOKUP = Packed(bits=4, group_size=64, mode="affine")
 """An embedding that is not the head too is only looked up: 4 bits cost SmolLM2-135M .01 of KL and save 7 of 100 MB."""
 CARRIER_BITS, CARRIER_GROUP = 8, 64
 
-MLP_ROLES = frozenset({Role.GATE, Role.UP, Role.DOWN})
-BLOCK_ROLES = MLP_ROLES | {Role.Q, Role.K, Role.V, Role.O}
+MLP_ROLES = frozenset({Role.GATE_UP, Role.GATE, Role.UP, Role.DOWN})
+BLOCK_ROLES = MLP_ROLES | {Role.QKV, Role.Q, Role.K, Role.V, Role.O, Role.LINEAR_IN, Role.LINEAR_OUT}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,9 @@ class Coding:
             UserError: the carrier's groups do not divide the module's inputs.
         """
         tile = self.layout == "tile"
-        along_outputs = output.role is Role.O or (output.role is Role.DOWN and self.down_axis == "out")
+        along_outputs = output.role in (Role.O, Role.LINEAR_OUT) or (
+            output.role is Role.DOWN and self.down_axis == "out"
+        )
         axis: Literal[0, 1] = 0 if along_outputs and not tile else 1
         common: dict[str, Any] = {"options": options, "axis": axis, "tile": tile, "tick": self.tick, "encoder": encoder}
         if self.form == "packed":
@@ -122,8 +124,11 @@ def coded_modules(transform: TransformPlan, modules: Sequence[str], rules: Seque
     Raises:
         UserError: a glob matches nothing or an embedding, or nothing is left to code.
     """
+    # What decides which experts run, or how fast a state forgets, is small and never coded.
     linears = [
-        output for output in transform.outputs if output.module is not None and output.role is not Role.EMBEDDING
+        output
+        for output in transform.outputs
+        if output.module is not None and output.role not in (Role.EMBEDDING, Role.ROUTER, Role.RATE)
     ]
     chosen: set[str] = set()
     for pattern in modules:
@@ -165,7 +170,10 @@ def encoder_of(output: OutputTensor, hessians: Hessians | None) -> tuple[Encoder
         return PlainEncoder(), ()
     if not hessians.has(output):
         return PlainEncoder(), ("coded without feedback: nothing to calibrate it on",)
-    return LdlqEncoder(width=output.shape[-1], hessians=hessians, dampings=dampings_of(output)), ()
+    encoder = LdlqEncoder(
+        width=output.shape[-1], hessians=hessians, dampings=dampings_of(output, hessians.rows(output))
+    )
+    return encoder, hessians.notes(output)
 
 
 def fold_channels(
@@ -188,13 +196,13 @@ def fold_channels(
         raise UserError("--fold-channels needs --ldlq: the order comes from the Hessians")
     ordered: dict[str, Channels] = {}
     kept: dict[str, Channels | None] = {}
-    for path, module, norms in _columns(checkpoint, transform, coded):
-        if not hessians.has(transform.output(f"{module}.weight")):
+    for path, down, norms in _columns(checkpoint, transform, coded):
+        if not hessians.has(down):
             continue
-        if hessians.is_massive(module):
+        if hessians.is_massive(str(down.module)):
             kept[path] = tame_outliers(norms)
         else:
-            ordered[path] = choose_channels(norms, hessians.curvature(module))
+            ordered[path] = choose_channels(norms, hessians.curvature(str(down.module)))
     if not ordered:
         raise UserError(
             "--fold-channels does nothing: no down_proj is coded under a Hessian without massive sinks",
@@ -227,13 +235,14 @@ def tame_columns(
 
 def _columns(
     checkpoint: Checkpoint, transform: TransformPlan, coded: Sequence[OutputTensor]
-) -> Iterator[tuple[str, str, NDArray[np.float64]]]:
-    """Path of each MLP whose down_proj is coded, down_proj's module, norms of its columns, which rotations keep."""
-    names = {output.name for output in coded}
+) -> Iterator[tuple[str, OutputTensor, NDArray[np.float64]]]:
+    """Path of each MLP whose down_proj is coded, down_proj, norms of its columns, which rotations keep."""
+    names = {piece.name for output in coded for piece in output.pieces}
     for path, down in mlps(transform).items():
         if down.name in names:
-            weight = np.asarray(checkpoint.tensors[down.source].read(), np.float32)
-            yield path, str(down.module), np.sqrt(np.einsum("oc,oc->c", weight, weight, dtype=np.float64))
+            ref = checkpoint.tensors[down.source]
+            weight = np.asarray(ref.read() if down.rows is None else ref.read_flat_rows(*down.rows), np.float32)
+            yield path, down, np.sqrt(np.einsum("oc,oc->c", weight, weight, dtype=np.float64))
 
 
 def _by_down(transform: TransformPlan, found: Mapping[str, Channels]) -> dict[str, Channels]:
@@ -246,8 +255,8 @@ def packed_config(coded: Sequence[OutputTensor], quantizers: Mapping[str, Quanti
     for output in coded:
         quantizer = quantizers[output.name]
         if isinstance(quantizer, TrellisPacked) and output.module is not None:
-            spec: TrellisSpec = quantizer.spec(output.shape, output.name)
-            modules[output.module] = spec.to_config()
+            spec: TrellisSpec = quantizer.spec(output.pieces[0].shape, output.name)
+            modules[output.module] = replace(spec, experts=len(output.parts)).to_config()
     return {"trellis": {"format_version": FORMAT_VERSION, "modules": modules}, "model_file": MODEL_FILE}
 
 

@@ -6,6 +6,7 @@ embedding packed alike, everything else cast to the model's dtype.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,9 +20,10 @@ from tqtool.pipeline.affine_mix import AffineMix, affine_mix, candidate_packings
 from tqtool.pipeline.allocation import basis_notes
 from tqtool.pipeline.calibrated import SINK_WEIGHT, calibrated_affine, open_hessians
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
-from tqtool.pipeline.rules import Choices, Dense, Packed, Rule, Setting, resolve
+from tqtool.pipeline.rules import Choices, Dense, Packed, Rule, Setting, resolve, router_rules
 from tqtool.solve.rtn import AffineRtn
 from tqtool.source.checkpoint import Checkpoint, open_checkpoint
+from tqtool.source.mlx_lm_settings import eight_bit_modules
 from tqtool.transform.plan import OutputTensor, Role, TransformPlan, plan_identity, plan_rotation
 
 LOW_HEAD_BITS = 4
@@ -95,18 +97,19 @@ def plan_convert(request: ConvertRequest) -> Job:
         basis = basis_notes(request.sensitivity, checkpoint, transform, is_trellis=False)
     default: Setting = request.packing or Dense()
     target = StoredDtype(checkpoint, request.dtype)
-    rules = (*head_rules(transform, request), *request.rules)
+    defaults = (*head_rules(transform, request), *router_rules(transform, request.packing))
+    rules = (*defaults, *request.rules)
     choices = resolve(transform.outputs, default=default, rules=rules, dtype_of=target.of)
     mixed = _mixed(request, transform, choices, target)
     if mixed is not None:
-        rules = (*head_rules(transform, request), *mixed.rules, *request.rules)
+        rules = (*defaults, *mixed.rules, *request.rules)
         choices = resolve(transform.outputs, default=default, rules=rules, dtype_of=target.of)
     _require_packed(request, transform, choices)
     choices, calibration = _calibrated(request, checkpoint, transform, choices)
     extras = JobExtras(
         notes=choices.notes,
         plan_notes=(*target.notes(), *choices.counted_notes(), *basis, *_mix_notes(request, mixed)),
-        hints=head_hints(transform, choices),
+        hints=(*head_hints(transform, choices), *_stock_hints(request, checkpoint, transform)),
         default_entry=None if request.packing is None else packed_entry(request.packing),
         dtype=target.config_dtype,
         request={**request.to_json(), **calibration, **_allocation(request, mixed)},
@@ -216,11 +219,14 @@ class StoredDtype:
         """What config.json must state: the request's; float32 where the source states a float64 that is not kept."""
 
     def of(self, output: OutputTensor) -> DType:
-        """Dtype of ``output``; integers keep theirs, float64 becomes float32 (MLX has none on the GPU)."""
-        own = self._checkpoint.tensors[output.source].dtype
+        """Dtype of ``output``; integers keep theirs, float64 becomes float32 (MLX has none on the GPU).
+
+        The logarithms of decays keep theirs too, as in mlx-lm: they are multiplied over the whole text.
+        """
+        own = self._checkpoint.tensors[output.pieces[0].source].dtype
         if not own.is_float:
             return own
-        if self._whole is not None:
+        if self._whole is not None and (output.role is not Role.DECAY or own is DType.F64):
             return self._whole
         return DType.F32 if own is DType.F64 else own
 
@@ -254,6 +260,16 @@ def _declared(config: Mapping[str, Any]) -> DType | None:
     text = config.get("text_config")
     name = config.get("torch_dtype") or (text.get("dtype") if isinstance(text, Mapping) else None)
     return _DTYPES.get(name) if isinstance(name, str) else None
+
+
+def _stock_hints(request: ConvertRequest, checkpoint: Checkpoint, transform: TransformPlan) -> tuple[str, ...]:
+    """A line where ``mlx_lm.convert`` would not have done what was asked for."""
+    modules = [output.module for output in transform.outputs if output.module is not None]
+    globs = [glob for glob in eight_bit_modules(checkpoint.config) if fnmatch.filter(modules, glob)]
+    if request.packing is None or not globs:
+        return ()
+    rules = " ".join(f"--rule '{glob}=mode:affine,bits:8,group:64'" for glob in globs)
+    return (f"mlx_lm.convert packs {', '.join(globs)} of {checkpoint.model_type} at 8 bits in any case: {rules}",)
 
 
 def _require_packed(request: ConvertRequest, transform: TransformPlan, choices: Choices) -> None:

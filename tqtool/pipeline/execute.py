@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from tqtool.pipeline.hashing import BackgroundHash
 from tqtool.pipeline.plan import Work
 from tqtool.pipeline.provenance import (
     OPTIQ_NAME,
+    Made,
     build_manifest,
     card,
     optiq_metadata,
@@ -32,6 +33,7 @@ from tqtool.solve.quantizer import QuantResult, ReadRows, RowQuantizer
 from tqtool.source.checkpoint import Checkpoint
 from tqtool.source.checks import require_finite
 from tqtool.transform.apply import apply_folds
+from tqtool.transform.outputs import OutputTensor
 
 if TYPE_CHECKING:
     from tqtool.pipeline.job import Job
@@ -69,6 +71,20 @@ class SourceReader:
             self._hashes[name].update(_bytes(array))
         return array
 
+    def reads(self, output: OutputTensor) -> Callable[[str], NDArray[Any]]:
+        """``read``, but for the source that ``output`` takes some rows of: of that these rows alone.
+
+        Such a source is read whole once, for its hash and to see that it is finite.
+        """
+        if output.rows is None:
+            return self.read
+        ref, rows = self._checkpoint.tensors[output.source], output.rows
+        if not self.has_read(output.source):
+            outer = self.rows(output.source)
+            for index in range(ref.shape[0]):
+                outer(index, index + 1)
+        return lambda name: ref.read_flat_rows(*rows) if name == output.source else self.read(name)
+
     def rows(self, name: str) -> ReadRows:
         """A function that reads the rows of ``name`` in order, hashing as they pass."""
         ref = self._checkpoint.tensors[name]
@@ -105,16 +121,13 @@ def execute(job: Job, progress: Progress, check: Check | None) -> tuple[Manifest
         ArtifactWriter(job.out, planned, total_parameters=parameters, overwrite=job.extras.overwrite) as writer,
     ):
         reader = SourceReader(job.checkpoint, hasher)
+        maker = Maker(reader, shelf, job.extras.notes, progress)
         for work in job.works:
-            known_notes = job.extras.notes.get(work.output.name, ())
-            result, key = quantize(work, reader, shelf, known_notes)
-            for name, array in result.tensors.items():
+            tensors, made = maker.make_stack(work) if work.parts else maker.make(work)
+            for name, array in tensors.items():
                 writer.write(name, array)
-            notes = (*known_notes, *result.notes)
-            source_sha256 = reader.sha256(work.output.source)
-            records.append(tensor_record(work, result, notes, source_sha256=source_sha256, key=key, writer=writer))
-            del result  # not held while the next tensor is read
-            progress(work.parameters, work.output.name)
+            del tensors  # not held while the next tensor is read
+            records.append(tensor_record(work, made, tuple(job.extras.notes.get(work.output.name, ())), writer))
         manifest = _write_companions(job, writer, reader, records)
         if check is not None:
             check(writer.folder)
@@ -122,6 +135,39 @@ def execute(job: Job, progress: Progress, check: Check | None) -> tuple[Manifest
     shelf.clear()
     reused = (f"{shelf.taken} tensors reused",) if job.extras.reuse or shelf.taken else ()
     return manifest, (*writer.notes, *reused)
+
+
+class Maker:
+    """Makes the tensors of one job, stacks part by part."""
+
+    def __init__(
+        self, reader: SourceReader, shelf: Shelf, notes: Mapping[str, tuple[str, ...]], progress: Progress
+    ) -> None:
+        self._reader, self._shelf, self._notes, self._progress = reader, shelf, notes, progress
+
+    def make(self, work: Work) -> tuple[Mapping[str, NDArray[Any]], list[Made]]:
+        """What is stored for one piece, and how it was made."""
+        output, known_notes = work.output, self._notes.get(work.output.name, ())
+        result, key = quantize(work, self._reader, self._shelf, known_notes)
+        self._progress(work.parameters, output.name)
+        made = Made(
+            stats=result.stats,
+            notes=(*known_notes, *result.notes),
+            source_sha256=self._reader.sha256(output.source),
+            key=key,
+        )
+        return result.tensors, [made]
+
+    def make_stack(self, work: Work) -> tuple[Mapping[str, NDArray[Any]], list[Made]]:
+        """What is stored for a stack: every part in its place."""
+        stacks = {stored.name: np.empty(stored.shape, stored.dtype.numpy) for stored in work.stored}
+        made: list[Made] = []
+        for index, part in enumerate(work.parts):
+            tensors, one = self.make(part)
+            for stack, array in zip(stacks.values(), tensors.values(), strict=True):
+                stack[index] = array
+            made += one
+        return stacks, made
 
 
 def quantize(
@@ -133,10 +179,10 @@ def quantize(
         ArtifactError: the quantizer breaks its promise, or the tensor on the shelf is damaged.
     """
     output, key = work.output, None
-    if isinstance(work.quantizer, RowQuantizer) and not output.ops and len(output.shape) <= 2:
+    if isinstance(work.quantizer, RowQuantizer) and _is_whole(output):
         result = work.quantizer.run_rows(output.name, output.shape, reader.rows(output.source))
     else:
-        weight = apply_folds(output, reader.read)
+        weight = apply_folds(output, reader.reads(output))
         if not reader.has_read(output.source):
             reader.read(output.source)  # a fill reads nothing, but provenance and finiteness cover every source
         key = tensor_key(work, reader.sha256)
@@ -152,6 +198,11 @@ def quantize(
     if returned != promised:
         raise ArtifactError(f"{output.name}: {work.quantizer.label} promised {promised}, returned {returned}")
     return result, key
+
+
+def _is_whole(output: OutputTensor) -> bool:
+    """True for a source tensor that is stored as it is, so that it can be packed while it is read."""
+    return not output.ops and len(output.shape) <= 2 and output.rows is None
 
 
 def _write_companions(job: Job, writer: ArtifactWriter, reader: SourceReader, records: list[TensorRecord]) -> Manifest:

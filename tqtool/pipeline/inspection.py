@@ -32,7 +32,7 @@ from tqtool.source.checks import check_finite, quantization_evidence
 from tqtool.source.config import text_config
 from tqtool.source.gguf.families import TABLES
 from tqtool.source.gguf.reader import MAGIC, GgufFile, read_gguf
-from tqtool.transform.families import EMBEDDING, HEAD
+from tqtool.transform.layout import EMBEDDING, HEAD
 
 _LAYER: Final = re.compile(r"\.\d+\.")
 # Written by MLX for every packed module; its sibling `.weight` holds 32-bit words of codes.
@@ -329,7 +329,9 @@ def _sizes(config: Mapping[str, Any]) -> Sizes:
     layers, hidden, heads = integer("num_hidden_layers"), integer("hidden_size"), integer("num_attention_heads")
     kv_heads = integer("num_key_value_heads", "num_attention_heads")
     head_dim = integer("head_dim") or (hidden // heads if hidden and heads else None)
-    cache = 2 * layers * kv_heads * head_dim * 2 if layers and kv_heads and head_dim else None
+    interval = integer("full_attention_interval")  # the other layers keep a state whose size does not grow
+    caching = layers // interval if layers and interval else layers
+    cache = 2 * caching * kv_heads * head_dim * 2 if caching and kv_heads and head_dim else None
     return Sizes(
         layers=layers,
         hidden=hidden,

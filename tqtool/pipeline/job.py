@@ -22,7 +22,7 @@ from tqtool.pipeline.plan import JobPlan, Work, row_of, totals_of
 from tqtool.pipeline.preflight import memory_note, require_disk
 from tqtool.pipeline.provenance import transform_records
 from tqtool.pipeline.reuse import check_shelf
-from tqtool.solve.quantizer import ConfigEntry, Quantizer
+from tqtool.solve.quantizer import ConfigEntry, Quantizer, StoredTensor
 from tqtool.source.checkpoint import Checkpoint
 from tqtool.source.checks import check_finite, require_json
 from tqtool.source.mlx_lm import refuse_unservable
@@ -161,7 +161,9 @@ def plan_job(
     _require_separate(checkpoint.path, out)
     check_target(out, overwrite=extras.overwrite)
     check_shelf(extras.reuse, extras.journal, out)
-    works = tuple(_work(output, choose(output)) for output in transform.outputs)
+    works = tuple(
+        _stack_work(output, choose) if output.parts else _work(output, choose(output)) for output in transform.outputs
+    )
     entries = module_entries(works)
     stop_tokens = read_stop_tokens(checkpoint.config, checkpoint.files)
     config = build_config(
@@ -207,6 +209,25 @@ def module_entries(works: tuple[Work, ...]) -> dict[str, ConfigEntry]:
 
 def _work(output: OutputTensor, quantizer: Quantizer) -> Work:
     return Work(output=output, quantizer=quantizer, stored=quantizer.outputs(output.name, output.shape))
+
+
+def _stack_work(output: OutputTensor, choose: Choose) -> Work:
+    """Every part by its own quantizer, all stored alike and one after another."""
+    parts = tuple(_work(part, choose(part)) for part in output.parts)
+    first = parts[0]
+    kinds = {tuple((stored.dtype, stored.shape) for stored in part.stored) for part in parts}
+    entries = [part.quantizer.config_entry() for part in parts]
+    if len(kinds) > 1 or any(entry != entries[0] for entry in entries):
+        raise UserError(f"{output.module}: its experts would be stored in different ways, a stack has one")
+    stored = tuple(
+        StoredTensor(
+            name=f"{output.module}{tensor.name.removeprefix(str(first.output.module))}",
+            dtype=tensor.dtype,
+            shape=(len(parts), *tensor.shape),
+        )
+        for tensor in first.stored
+    )
+    return Work(output=output, quantizer=first.quantizer, stored=stored, parts=parts)
 
 
 def _require_writable_config(folder: Path, config: Mapping[str, Any]) -> None:

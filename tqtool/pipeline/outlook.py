@@ -173,7 +173,15 @@ def _verb_row(verb: str, job: Job, checkpoint: Checkpoint) -> VerbRow:
     folded = sum(1 for row in plan.rows if row.folds)
     if folded:
         parts.append(f"{plan.transform} folds {folded}")
-    parts += [f"adds {row.tensor}" for row in plan.rows if row.tensor not in checkpoint.tensors]
+    parts += [
+        f"adds {work.output.name}"
+        for work in job.works
+        if not work.parts and work.output.name not in checkpoint.tensors
+    ]
+    stacks = [work for work in job.works if work.parts and work.parts[0].output.rows is None]
+    if stacks:
+        experts = sum(len(work.parts) for work in stacks)
+        parts.append(f"stacks {experts} expert matrices into {len(stacks)} tensors")
     parts += [f"leaves out {drop.name} ({drop.reason})" for drop in job.transform.dropped]
     parts += [f"{count} {note}" for note, count in Counter(note for row in plan.rows for note in row.notes).items()]
     totals = plan.totals
@@ -194,13 +202,14 @@ def _tensor_rows(packed: Job | None, rotated: Job | None, coded: Job | None) -> 
     folds = {} if rotated is None else {row.tensor: product_text(row.folds) or "as is" for row in rotated.plan.rows}
     codes = {} if coded is None else {row.tensor: row.quantizer for row in coded.plan.rows}
     rows = {
-        row.source: TensorOutlook(
+        piece.source: TensorOutlook(
             role=row.role,
             convert=row.quantizer,
             rotate=folds.get(row.tensor, ""),
             trellis=codes.get(row.tensor, ""),
         )
-        for row in packed.plan.rows
+        for row, work in zip(packed.plan.rows, packed.works, strict=True)
+        for piece in work.output.pieces
     }
     left_out = TensorOutlook(role="left out", convert="", rotate="", trellis="")
     return {**rows, **{drop.name: left_out for drop in packed.transform.dropped}}
@@ -211,10 +220,10 @@ def _padding(coded: Job) -> tuple[PaddingRow, ...]:
     kinds: Counter[tuple[str, TrellisSpec]] = Counter()
     for work in coded.works:
         if isinstance(work.quantizer, TrellisPacked) and work.output.module is not None:
-            spec = work.quantizer.spec(work.output.shape, work.output.name)
+            spec = work.quantizer.spec(work.pieces[0].output.shape, work.output.name)
             tiles = spec_for(spec.weight_shape, k=spec.k, axis=1, window=spec.window, code=spec.code, tile=True)
             for stored in dict.fromkeys((spec, tiles)):
-                kinds[_LAYER.sub(".*.", work.output.module), stored] += 1
+                kinds[_LAYER.sub(".*.", work.output.module), stored] += len(work.pieces)
     return tuple(
         PaddingRow(
             pattern=pattern,

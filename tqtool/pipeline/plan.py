@@ -12,7 +12,7 @@ from typing import Any
 from tqtool.solve.quantizer import Quantizer, RowQuantizer, StoredTensor, scratch_bytes
 from tqtool.solve.rtn import FloatStore
 from tqtool.source.checkpoint import Checkpoint
-from tqtool.transform.ops import FoldChannels
+from tqtool.transform.folds import FoldChannels, OnRows
 from tqtool.transform.plan import OutputTensor
 
 _LAYER = re.compile(r"\.\d+\.")
@@ -30,11 +30,28 @@ CHECK_TRELLIS_BYTES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One output tensor with its quantizer and what will be stored for it."""
+    """One output tensor with its quantizer and what will be stored for it.
+
+    A stack of experts has the work of each part in ``parts``; ``quantizer`` is then what all of them are stored as.
+    """
 
     output: OutputTensor
     quantizer: Quantizer
     stored: tuple[StoredTensor, ...]
+    parts: tuple[Work, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[Work, ...]:
+        """What is folded and quantized on its own: the parts of a stack, or the work itself."""
+        return self.parts or (self,)
+
+    @property
+    def label(self) -> str:
+        """The quantizer's label; of a stack whose parts differ, each label with its count."""
+        counts = Counter(piece.quantizer.label for piece in self.pieces)
+        if len(counts) == 1:
+            return next(iter(counts))
+        return ", ".join(f"{count} × {label}" for label, count in counts.most_common())
 
     @property
     def parameters(self) -> int:
@@ -118,12 +135,12 @@ def row_of(work: Work, notes: tuple[str, ...]) -> JobRow:
     output = work.output
     return JobRow(
         tensor=output.name,
-        source=output.source,
+        source=output.source_text,
         module=output.module,
         role=output.role.value,
-        quantizer=work.quantizer.label,
+        quantizer=work.label,
         shape=output.shape,
-        folds=tuple(str(op) for op in output.ops),
+        folds=tuple(str(op) for op in output.folds),
         parameters=work.parameters,
         stored_bytes=work.stored_bytes,
         notes=notes,
@@ -195,19 +212,31 @@ def totals_of(checkpoint: Checkpoint, works: Sequence[Work], *, n_shards: int, o
 
 
 def peak_memory_bytes(checkpoint: Checkpoint, works: Sequence[Work]) -> int:
-    """Estimate: the process, the largest scratch (MLX and malloc keep it between tensors), the largest tensor."""
-    scratch = max((scratch_bytes(work.quantizer) for work in works), default=0)
-    return BASE_MEMORY_BYTES + scratch + max((_live_bytes(checkpoint, work) for work in works), default=0)
+    """Estimate: the process, the largest scratch (MLX and malloc keep it between tensors), the largest tensor.
+
+    Of a stack, whatever one part needs, and the stack itself.
+    """
+    pieces = [(piece, work.stored_bytes if work.parts else 0) for work in works for piece in work.pieces]
+    scratch = max((scratch_bytes(piece.quantizer) for piece, _ in pieces), default=0)
+    live = max((_live_bytes(checkpoint, piece) + stack for piece, stack in pieces), default=0)
+    return BASE_MEMORY_BYTES + scratch + live
 
 
 def _live_bytes(checkpoint: Checkpoint, work: Work) -> int:
     """Bytes alive at once for one tensor: first source and float32 copy, then float32 and result."""
-    source = checkpoint.tensors[work.output.source].nbytes
+    source = source_bytes(checkpoint, work.output)
     if not work.output.ops and isinstance(work.quantizer, RowQuantizer):
         # A cast reads its tensor at once; packing reads rows, and what they need is its scratch.
         return work.stored_bytes + (source if isinstance(work.quantizer, FloatStore) else 0)
-    is_copied = any(isinstance(op, FoldChannels) for op in work.output.ops)
+    folds = [op.fold if isinstance(op, OnRows) else op for op in work.output.ops]
+    is_copied = any(isinstance(fold, FoldChannels) for fold in folds)
     return 4 * work.parameters + max(source + is_copied * 4 * work.parameters, work.stored_bytes)
+
+
+def source_bytes(checkpoint: Checkpoint, output: OutputTensor) -> int:
+    """Bytes that are read for one piece: its source, or the rows it takes of it."""
+    ref = checkpoint.tensors[output.source]
+    return ref.nbytes if output.rows is None else math.prod(output.shape) * ref.dtype.itemsize
 
 
 def check_memory_bytes(works: Sequence[Work]) -> int:

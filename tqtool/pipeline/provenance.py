@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from tqtool.errors import NumericalError, SourceError
 from tqtool.formats.manifest import (
     FileRecord,
     Manifest,
+    PartRecord,
     SourceRecord,
     StoredRecord,
     TensorRecord,
@@ -23,7 +25,6 @@ from tqtool.formats.manifest import (
     TransformRecord,
 )
 from tqtool.pipeline.plan import JobTotals, Work
-from tqtool.solve.quantizer import QuantResult
 from tqtool.source.checkpoint import Checkpoint
 from tqtool.source.fingerprint import fingerprint
 from tqtool.transform.plan import TransformPlan
@@ -70,26 +71,31 @@ def optiq_metadata(records: Sequence[TransformRecord], job: Job) -> bytes:
     return _json(body)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """One piece that was made: what its quantizer said, the hash of its source, the key to find it by."""
+
+    stats: Mapping[str, float]
+    notes: tuple[str, ...]
+    source_sha256: str
+    key: str | None
+
+
 def tensor_record(
-    work: Work,
-    result: QuantResult,
-    notes: tuple[str, ...],
-    *,
-    source_sha256: str,
-    key: str | None,
-    writer: ArtifactWriter,
+    work: Work, pieces: Sequence[Made], known_notes: tuple[str, ...], writer: ArtifactWriter
 ) -> TensorRecord:
-    """The manifest row of one written tensor."""
+    """The manifest row of one written tensor; ``known_notes`` are those about a stack as a whole."""
     places = shard_of(writer.shards)
+    only = None if work.parts else pieces[0]
     return TensorRecord(
         name=work.output.name,
         module=work.output.module,
         role=work.output.role.value,
-        source=work.output.source,
-        source_sha256=source_sha256,
-        key=key,
-        folds=[str(op) for op in work.output.ops],
-        quantizer=work.quantizer.label,
+        source=None if only is None else work.output.source,
+        source_sha256=None if only is None else only.source_sha256,
+        key=None if only is None else only.key,
+        folds=[str(op) for op in work.output.folds],
+        quantizer=work.label,
         shape=list(work.output.shape),
         parameters=work.parameters,
         stored=[
@@ -103,8 +109,23 @@ def tensor_record(
             )
             for stored in work.stored
         ],
-        notes=list(notes),
-        stats=_finite_stats(work.output.name, result.stats),
+        notes=list(known_notes if only is None else only.notes),
+        stats={} if only is None else _finite_stats(work.output.name, only.stats),
+        parts=[_part_record(part, made) for part, made in zip(work.parts, pieces, strict=True)] if work.parts else [],
+    )
+
+
+def _part_record(part: Work, made: Made) -> PartRecord:
+    output = part.output
+    return PartRecord(
+        name=output.name,
+        source=output.source,
+        rows=None if output.rows is None else list(output.rows),
+        source_sha256=made.source_sha256,
+        key=made.key,
+        quantizer=part.quantizer.label,
+        notes=list(made.notes),
+        stats=_finite_stats(output.name, made.stats),
     )
 
 

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,18 @@ from numpy.typing import NDArray
 from tqtool.artifact.output import check_writable, whole_file
 from tqtool.artifact.reader import Artifact, open_artifact
 from tqtool.errors import ArtifactError, SourceError, TqError, UserError
-from tqtool.formats.manifest import TensorRecord
+from tqtool.formats.manifest import PartRecord, StoredRecord, TensorRecord
 from tqtool.formats.safetensors import build_header, read_header
 from tqtool.pipeline.plan import Work
 from tqtool.solve.quantizer import QuantResult, Reusable
 from tqtool.source.checkpoint import TensorRef
-from tqtool.transform.ops import ScaleInput, op_to_json
+from tqtool.transform.folds import ScaleInput, op_to_json
 
-KEY_VERSION = 2
+KEY_VERSION = 3
 """Raise it when equal facts give other bytes than before: a solver's rule, or how Hessians are weighted, changed.
 
 2: sinks shortened before they are weighted, dampings by role, outlier columns tamed.
+3: dampings by rows too.
 """
 
 
@@ -55,6 +57,7 @@ def tensor_key(work: Work, sha256_of: Callable[[str], str]) -> str | None:
         "key_version": KEY_VERSION,
         "tqtool": importlib.metadata.version("tqtool"),
         "source": sha256_of(work.output.source),
+        **({} if work.output.rows is None else {"rows": list(work.output.rows)}),
         "shape": list(work.output.shape),
         "ops": [op_to_json(op) | _gain(op, sha256_of) for op in ops],
         "recipe": work.quantizer.recipe(work.output.name),
@@ -102,19 +105,33 @@ def _open(folder: Path) -> Artifact:
         raise type(error)(f"--reuse {error.message}", hint=error.hint) from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a piece lies: a row of an artifact, or part ``index`` of the stack that the row is about."""
+
+    artifact: Artifact
+    record: TensorRecord
+    piece: TensorRecord | PartRecord
+    index: int | None
+
+
 class Shelf:
     """Tensors of finished artifacts, and of the journal of an interrupted run, by key."""
 
     def __init__(self, folders: Sequence[Path], journal: Path | None = None) -> None:
         """Open ``folders``; UserError or ArtifactError as ``check_shelf``."""
-        self._places: dict[str, tuple[Artifact, TensorRecord]] = {}
+        self._places: dict[str, _Place] = {}
+        self._sound: set[tuple[Path, str]] = set()
         self._journal = None if journal is None else Journal(journal)
         self.taken = 0
         for folder in folders:
             artifact = _open(folder)
             for record in artifact.manifest.tensors:
-                if record.key is not None:
-                    self._places.setdefault(record.key, (artifact, record))
+                pieces: Sequence[TensorRecord | PartRecord] = record.parts or [record]
+                for index, piece in enumerate(pieces):
+                    if piece.key is not None:
+                        place = _Place(artifact, record, piece, index if record.parts else None)
+                        self._places.setdefault(piece.key, place)
 
     def take(self, key: str | None, work: Work, known_notes: Sequence[str]) -> QuantResult | None:
         """What was stored under ``key``, named for ``work``; None if no artifact has it.
@@ -129,16 +146,23 @@ class Shelf:
             return kept
         if key not in self._places:
             return None
-        artifact, record = self._places[key]
-        tensors: dict[str, NDArray[Any]] = {}
-        for wanted, stored in zip(work.stored, record.stored, strict=True):
-            array = artifact.read(stored.name)
-            if _sha256(array) != stored.sha256:
-                raise ArtifactError(f"{artifact.path}: {stored.name}: its bytes are not those of its manifest")
-            tensors[wanted.name] = array
+        place = self._places[key]
+        stored = zip(work.stored, place.record.stored, strict=True)
+        tensors = {wanted.name: self._read(place, found) for wanted, found in stored}
         self.taken += 1
-        notes = tuple(note for note in record.notes if note not in known_notes)
-        return QuantResult(tensors=tensors, stats=record.stats, notes=notes)
+        notes = tuple(note for note in place.piece.notes if note not in known_notes)
+        return QuantResult(tensors=tensors, stats=place.piece.stats, notes=notes)
+
+    def _read(self, place: _Place, stored: StoredRecord) -> NDArray[Any]:
+        """A stored tensor, or one part of it; the whole is held against its hash once."""
+        artifact, name = place.artifact, stored.name
+        if place.index is not None and (artifact.path, name) in self._sound:
+            return np.asarray(artifact.read_rows(name, place.index, place.index + 1)[0])
+        array = artifact.read(name)
+        if _sha256(array) != stored.sha256:
+            raise ArtifactError(f"{artifact.path}: {name}: its bytes are not those of its manifest")
+        self._sound.add((artifact.path, name))
+        return array if place.index is None else np.ascontiguousarray(array[place.index])
 
     def keep(self, key: str | None, work: Work, result: QuantResult) -> None:
         """Write a fresh result into the journal, if there is one; ArtifactError when that fails."""

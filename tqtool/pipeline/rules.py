@@ -21,10 +21,12 @@ from tqtool.formats.affine import AFFINE_BITS, AFFINE_GROUPS, FP_MODES, Mode
 from tqtool.formats.dtypes import DType
 from tqtool.solve.quantizer import Quantizer
 from tqtool.solve.rtn import AffineRtn, FloatStore
-from tqtool.transform.plan import OutputTensor
+from tqtool.transform.plan import OutputTensor, Role, TransformPlan
 
 DEFAULT_BITS = 4
 DEFAULT_GROUP = 64
+ROUTER_BITS = 8
+"""A router's logits decide which experts run, and it is a thousandth of the weights: never fewer bits unless asked."""
 MODES: tuple[Mode, ...] = ("affine", "mxfp4", "nvfp4", "mxfp8")
 FLOATS = {"bf16": DType.BF16, "f16": DType.F16, "f32": DType.F32}
 _DTYPE_ALIASES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "fp16": "f16", "fp32": "f32"}
@@ -84,6 +86,24 @@ class Choices:
                 weights[entry["bits"] if isinstance(entry, dict) else None] += math.prod(output.shape)
         bits, count = weights.most_common(1)[0] if weights else (None, 0)
         return bits if 2 * count > weights.total() else None
+
+
+def router_rules(transform: TransformPlan, packing: Packed | None) -> tuple[Rule, ...]:
+    """``ROUTER_BITS`` for every router that ``packing`` would give fewer; the user's rules still win.
+
+    mlx-lm does so for the families that say it (qwen3_moe), and packs the routers of others (mixtral) like the rest.
+    """
+    if packing is None or packing.bits >= ROUTER_BITS:
+        return ()
+    rules = []
+    for output in transform.outputs:
+        if output.role is Role.ROUTER and output.module is not None and output.shape[-1] % DEFAULT_GROUP == 0:
+            text = f"{output.module}=bits:{ROUTER_BITS},group:{DEFAULT_GROUP}"
+            setting = Packed(bits=ROUTER_BITS, group_size=DEFAULT_GROUP, mode="affine")
+            rules.append(Rule(glob=output.module, setting=setting, text=text))
+        elif output.role is Role.ROUTER and output.module is not None:
+            rules.append(Rule(glob=output.module, setting=Dense(), text=f"{output.module}=float"))
+    return tuple(rules)
 
 
 def packed_setting(
@@ -185,6 +205,7 @@ def resolve(
             quantizers[output.name] = AffineRtn(
                 bits=setting.bits, group_size=setting.group_size, mode=setting.mode, dtype=dtype
             )
+        quantizers.update((part.name, quantizers[output.name]) for part in output.parts)
     return Choices(quantizers=quantizers, notes=notes)
 
 

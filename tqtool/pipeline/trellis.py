@@ -37,7 +37,7 @@ from tqtool.pipeline.coding import (
 )
 from tqtool.pipeline.convert import StoredDtype, packed_entry, plan_transform
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
-from tqtool.pipeline.rules import Choices, Packed, Rule, resolve
+from tqtool.pipeline.rules import Choices, Packed, Rule, resolve, router_rules
 from tqtool.solve.quantizer import Quantizer
 from tqtool.solve.trellis import Tick, TrellisOptions
 from tqtool.source.checkpoint import Checkpoint, open_checkpoint
@@ -152,7 +152,7 @@ def plan_trellis(request: TrellisRequest) -> Job:
     request, mix_notes = _budgeted(request, coded)
     target = StoredDtype(checkpoint, None)
     other = request.other or OTHER
-    rules = (*default_rules(transform, request.other), *request.rules)
+    rules = (*default_rules(transform, request.other), *router_rules(transform, other), *request.rules)
     choices = resolve(transform.outputs, default=other, rules=rules, dtype_of=target.of)
     hessians = _hessians(request, checkpoint, transform)
     fold_notes: tuple[str, ...] = ()
@@ -171,11 +171,13 @@ def plan_trellis(request: TrellisRequest) -> Job:
         notes = {name: (*notes.get(name, ()), *uncalibrated.get(name, ())) for name in {*notes, *uncalibrated}}
     rates = rates_of(request.k_map, [str(output.module) for output in coded], request.options.k)
     for output in coded:
-        encoder, lines = encoder_of(output, hessians)
         options = replace(request.options, k=rates[str(output.module)])
-        quantizers[output.name] = coding.quantizer(output, options, encoder, target.of(output))
-        if lines:
-            notes[output.name] = lines
+        for piece in output.pieces:
+            encoder, lines = encoder_of(piece, hessians)
+            quantizers[piece.name] = coding.quantizer(piece, options, encoder, target.of(output))
+            if lines:
+                notes[piece.name] = lines
+        quantizers[output.name] = quantizers[output.pieces[0].name]
     chosen = Choices(quantizers=quantizers, notes=notes)
     is_packed = request.form == "packed"
     extras = JobExtras(

@@ -62,16 +62,16 @@ def require_made_from(run: OpenRun, folder: Path) -> None:
     The first call of a run reads the source once, in pieces.
     """
     manifest, here = read_manifest(folder), _tensor_sha256(run)
-    for record in manifest.tensors:
-        found = here.get(record.source)
-        if found != record.source_sha256:
+    # A plan claims every tensor that a fold reads, so each that was used has a row.
+    used = {name: digest for record in manifest.tensors for name, digest in record.sources().items()}
+    for name, digest in used.items():
+        found = here.get(name)
+        if found != digest:
             raise ArtifactError(
-                f"{folder}: made from another source than {run.checkpoint.path}: {record.source} was "
-                f"{record.source_sha256[:12]}, found {'nothing' if found is None else found[:12]}",
+                f"{folder}: made from another source than {run.checkpoint.path}: {name} was "
+                f"{digest[:12]}, found {'nothing' if found is None else found[:12]}",
                 hint=AGAIN,
             )
-    # A plan claims every tensor that a fold reads, so each that was used has a row.
-    used = {record.source: record.source_sha256 for record in manifest.tensors}
     if manifest.source.content_sha256 != used_content(run.checkpoint, used):
         raise ArtifactError(
             f"{folder}: made from another source than {run.checkpoint.path}: equal tensors, another config.json or "

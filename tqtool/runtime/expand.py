@@ -12,7 +12,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from tqtool.runtime.affine import dequantize
-from tqtool.runtime.stock_model import TrellisLinear
+from tqtool.runtime.stock_model import TrellisExperts, TrellisLinear
 
 
 def expand_layers(model: nn.Module, dtype: mx.Dtype) -> tuple[int, tuple[str, ...]]:
@@ -39,6 +39,9 @@ def dense_twin(module: nn.Module, dtype: mx.Dtype) -> nn.Module | None:
     """The dense twin of a quantized layer; None for any other module."""
     if isinstance(module, TrellisLinear):
         return _with_weight(nn.Linear(1, 1, bias=False), module, _trellis_weight(module, dtype))
+    if isinstance(module, TrellisExperts):
+        weight = mx.stack([_trellis_weight(module.expert(e), dtype) for e in range(module.weight.shape[0])])
+        return _with_weight(SwitchLinear(1, 1, 1, bias=False), module, weight)
     if isinstance(module, nn.QuantizedLinear):
         return _with_weight(nn.Linear(1, 1, bias=False), module, dequantize(module, dtype))
     if isinstance(module, nn.QuantizedEmbedding):

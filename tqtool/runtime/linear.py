@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tqtool import native
 from tqtool.errors import UserError
 from tqtool.formats.trellis import TrellisSpec
-from tqtool.runtime.stock_model import TrellisLinear
+from tqtool.runtime.stock_model import TrellisExperts, TrellisLinear
 
 MATVEC_ROWS = 4
 """Up to this many rows the packed kernel beats expansion (the weight is decoded once for all of them)."""
@@ -42,6 +42,14 @@ def layer_class_for(device: mx.Device, *, int8: bool = False) -> type[TrellisLin
             hint="drop --activations int8",
         )
     return NativeTrellisLinear if device.type == mx.cpu else TrellisLinear
+
+
+def experts_class_for(device: mx.Device, *, int8: bool = False) -> type[TrellisExperts]:
+    """Stacks of experts on ``device``: each expert as ``layer_class_for`` has it; errors as there."""
+    layer_class = layer_class_for(device, int8=int8)
+    if device.type == mx.cpu:
+        return NativeTrellisExperts
+    return type("TrellisExperts", (TrellisExperts,), {"layer_class": layer_class})
 
 
 class NativeTrellisLinear(TrellisLinear):
@@ -76,8 +84,31 @@ class NativeTrellisLinear(TrellisLinear):
         mx.eval(y)
         return y.reshape(*x.shape[:-1], -1)
 
+    def hold(self, words: NDArray[np.uint32], scales: NDArray[np.float16]) -> None:
+        """Serve these words and scales."""
+        self._views = words, scales
+
     def _packed(self) -> tuple[NDArray[np.uint32], NDArray[np.float16]]:
         """Words and scales as numpy views of the MLX buffers, made once the weights are loaded."""
         if self._views is None:
             self._views = np.array(self.weight, copy=False), np.array(self.scales, copy=False)
         return self._views
+
+
+class NativeTrellisExperts(TrellisExperts):
+    """``TrellisExperts`` through ``tqtool.native``: an expert's words are a view of the stack's."""
+
+    layer_class = NativeTrellisLinear
+
+    def __init__(self, spec: dict[str, Any], *, codes: mx.array | None):
+        super().__init__(spec, codes=codes)
+        self._views: tuple[NDArray[np.uint32], NDArray[np.float16]] | None = None
+
+    def product(self, index: int, x: mx.array) -> mx.array:
+        """Rows ``x`` [n, in] through one expert: [n, out]; evaluates both."""
+        if self._views is None:
+            self._views = np.array(self.weight, copy=False), np.array(self.scales, copy=False)
+        words, scales = self._views
+        layer = NativeTrellisLinear(self.spec, bias=False, codes=self._codes)
+        layer.hold(words[index], scales[index])
+        return layer(x)

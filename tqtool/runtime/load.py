@@ -25,6 +25,7 @@ from tqtool.source.checkpoint import TensorRef, open_checkpoint
 from tqtool.source.config import declared_quantization, read_config, rope_updates
 from tqtool.source.hub import is_hub_id, resolve_snapshot
 from tqtool.source.mlx_lm import behaviour_warnings, refuse_unservable
+from tqtool.source.mlx_lm_settings import stated_defaults
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -223,12 +224,14 @@ def loading_config(folder: Path) -> dict[str, Any]:
     with _reading(folder, "its config files cannot be read", is_artifact=is_artifact):
         read_config(folder)  # its own words for what is missing or malformed
         config = dict(load_config(folder))
+    # transformers 5 keeps the rotary settings where mlx-lm does not look; the source reader repeats them, so must we.
+    config |= rope_updates(config)
+    config |= stated_defaults(config)
     if "trellis" not in config:
         refuse_unservable(folder, config)
     for warning in behaviour_warnings(config):
         log.warning("%s: %s", folder, warning)
-    # transformers 5 keeps the rotary settings where mlx-lm does not look; the source reader repeats them, so must we.
-    return {**config, **rope_updates(config)}
+    return config
 
 
 def _read_headers(folder: Path) -> dict[str, TensorRef]:
@@ -247,7 +250,7 @@ def _read_headers(folder: Path) -> dict[str, TensorRef]:
 
 def _check_trellis(specs: dict[str, TrellisSpec], tensors: dict[str, TensorRef]) -> None:
     for module, spec in specs.items():
-        expected = {"weight": (DType.U32, spec.words_shape), "scales": (DType.F16, (spec.rows,))}
+        expected = {"weight": (DType.U32, spec.words_shape), "scales": (DType.F16, spec.scales_shape)}
         for name, (dtype, shape) in expected.items():
             found = tensors.get(f"{module}.{name}")
             if found is None or (found.dtype, found.shape) != (dtype, shape):
@@ -294,10 +297,13 @@ def _plain_path(folder: Path) -> Iterator[Path]:
 def _trellis_classes(activations: Activations) -> Callable[[dict[str, Any]], tuple[Any, Any]]:
     import mlx.core as mx
 
-    from tqtool.runtime.linear import layer_class_for
+    from tqtool.runtime.linear import experts_class_for, layer_class_for
     from tqtool.runtime.stock_model import Model, ModelArgs
 
-    build = partial(Model, layer_class=layer_class_for(mx.default_device(), int8=activations == "int8"))
+    device, int8 = mx.default_device(), activations == "int8"
+    build = partial(
+        Model, layer_class=layer_class_for(device, int8=int8), experts_class=experts_class_for(device, int8=int8)
+    )
     return lambda config: (build, ModelArgs)
 
 

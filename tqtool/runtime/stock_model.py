@@ -2,7 +2,8 @@
 
 ``config.json`` names this file in ``model_file``, so ``mlx_lm ... --trust-remote-code`` builds the model
 from here and refuses without the flag. ``Model(args)`` is mlx-lm's own class for ``config["model_type"]``
-with the linear layers listed in ``config["trellis"]["modules"]`` replaced by ``TrellisLinear``. Only MLX
+with the linear layers listed in ``config["trellis"]["modules"]`` replaced by ``TrellisLinear`` (stacks of experts by
+``TrellisExperts``). Only MLX
 array operations are used, so it runs wherever MLX does; it is the plain path, not the fast one (that is
 tqtool's own runtime). The file depends on mlx and mlx_lm alone.
 
@@ -20,6 +21,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import _get_classes
 
 FORMAT_VERSIONS = (1, 2)
@@ -45,10 +47,15 @@ class ModelArgs:
         return cls(config)
 
 
-def Model(args: ModelArgs, layer_class: type[TrellisLinear] | None = None) -> nn.Module:  # noqa: N802
+def Model(  # noqa: N802
+    args: ModelArgs,
+    layer_class: type[TrellisLinear] | None = None,
+    experts_class: type[TrellisExperts] | None = None,
+) -> nn.Module:
     """mlx-lm's model for ``args.config`` with its trellis layers in place; weights are loaded afterwards.
 
-    Named as mlx-lm wants it. ``layer_class`` is the class of the trellis layers, by default the one here.
+    Named as mlx-lm wants it. ``layer_class`` and ``experts_class`` are the classes of trellis layers and of stacks of
+    them, by default those here.
     Raises ValueError for an unknown format version, a path that is no ``nn.Linear``, a shape that disagrees.
     """
     model_class, args_class = _get_classes(args.config)
@@ -65,7 +72,10 @@ def Model(args: ModelArgs, layer_class: type[TrellisLinear] | None = None) -> nn
         key = (spec["code"], spec["window"])
         if key not in codes:
             codes[key] = code_values(*key)
-        layer = _layer_for(path, linears.get(path), spec, codes[key], layer_class or TrellisLinear)
+        if "experts" in spec:
+            layer = _experts_for(path, linears.get(path), spec, codes[key], experts_class or TrellisExperts)
+        else:
+            layer = _layer_for(path, linears.get(path), spec, codes[key], layer_class or TrellisLinear)
         layers.append((path, layer))
     model.update_modules(tree_unflatten(layers))
     return model
@@ -80,6 +90,18 @@ def _layer_for(
     expected, found = list(linear.weight.shape), list(layer.logical_shape)
     if expected != found:
         raise ValueError(f"trellis module {path}: expected [out, in] = {expected}, its spec says {found}")
+    return layer
+
+
+def _experts_for(
+    path: str, stack: object, spec: dict[str, Any], codes: mx.array | None, experts_class: type[TrellisExperts]
+) -> TrellisExperts:
+    if not isinstance(stack, SwitchLinear) or "bias" in stack:
+        raise ValueError(f"trellis module {path}: expected experts without bias, found {type(stack).__name__}")
+    layer = experts_class(spec, codes=codes)
+    expected, found = list(stack.weight.shape), [spec["experts"], *layer.expert(0).logical_shape]
+    if expected != found:
+        raise ValueError(f"trellis module {path}: expected [experts, out, in] = {expected}, its spec says {found}")
     return layer
 
 
@@ -170,6 +192,58 @@ class TrellisLinear(nn.Module):  # type: ignore[misc]
     def _extra_repr(self) -> str:
         out_dims, in_dims = self.logical_shape
         return f"input_dims={in_dims}, output_dims={out_dims}, bias={'bias' in self}, {self.spec}"
+
+
+class TrellisExperts(nn.Module):  # type: ignore[misc]
+    """Stands for mlx-lm's ``SwitchLinear``: one trellis matrix an expert, of which the ones asked for are decoded.
+
+    Parameters: ``weight`` uint32 [experts, words of one ...], ``scales`` float16 [experts, rows], ``table`` as in
+    ``TrellisLinear``. Which experts run is read from the indices, so a call evaluates them.
+    """
+
+    layer_class: type[TrellisLinear] = TrellisLinear
+
+    def __init__(self, spec: dict[str, Any], *, codes: mx.array | None):
+        super().__init__()
+        self.spec = {key: value for key, value in spec.items() if key != "experts"}
+        self._codes = codes
+        one = self.layer_class(self.spec, bias=False, codes=codes)
+        self.weight = mx.zeros((spec["experts"], *one.weight.shape), mx.uint32)
+        self.scales = mx.zeros((spec["experts"], spec["rows"]), mx.float16)
+        if codes is None:
+            self.table = one.table
+        self.freeze()
+
+    def expert(self, index: int) -> TrellisLinear:
+        """The layer of one expert."""
+        layer = self.layer_class(self.spec, bias=False, codes=self._codes)
+        layer.weight, layer.scales = self.weight[index], self.scales[index]
+        if "table" in self:
+            layer.table = self.table
+        return layer
+
+    def product(self, index: int, x: mx.array) -> mx.array:
+        """Rows ``x`` [n, in] through one expert: [n, out]."""
+        return self.expert(index)(x)
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """``x`` [..., 1, in], its leading axes those of ``indices`` or 1 in their place: [*indices, 1, out]."""
+        rows = mx.broadcast_to(x[..., 0, :], (*indices.shape, x.shape[-1])).reshape(-1, x.shape[-1])
+        places: dict[int, list[int]] = {}
+        asked: Any = indices.reshape(-1).tolist()
+        for place, index in enumerate(asked):
+            places.setdefault(index, []).append(place)
+        parts = [self.product(index, rows[mx.array(held)]) for index, held in sorted(places.items())]
+        order = mx.array([place for _, held in sorted(places.items()) for place in held])
+        y = mx.concatenate(parts)[mx.argsort(order)]
+        return y.reshape(*indices.shape, 1, -1)
+
+    def stored_weight(self) -> mx.array:
+        """All stored matrices, float32 [experts, rows, cols]."""
+        return mx.stack([self.expert(index).stored_weight() for index in range(self.weight.shape[0])])
+
+    def _extra_repr(self) -> str:
+        return f"experts={self.weight.shape[0]}, {self.spec}"
 
 
 def words_shape(spec: dict[str, Any]) -> tuple[int, ...]:

@@ -37,6 +37,9 @@ PENDING_CHUNKS = 2
 
 MAX_STREAMS = 8
 
+NVFP4_ERROR = 0.01
+"""Relative squared error of nvfp4 on Gaussian weights: what vanishes with its scales may not add more than that."""
+
 
 _SHORT = {DType.BF16: "bf16", DType.F16: "f16", DType.F32: "f32", DType.F64: "f64"}
 
@@ -150,17 +153,20 @@ class AffineRtn:
         step = max(1, CHUNK_ELEMENTS // shape[-1])
         chunks = ((start, min(start + step, n_rows)) for start in range(0, n_rows, step))
         pack = self._pack_affine if self.mode == "affine" else self._pack_float
-        pack(stored, ((start, cast(name, read_rows(start, stop), self.dtype)) for start, stop in chunks))
+        lost = _Lost(self.group_size)
+        pack(stored, ((start, cast(name, read_rows(start, stop), self.dtype)) for start, stop in chunks), lost)
         for tensor, values in zip(planned[1:], stored[1:], strict=True):
             if tensor.dtype.is_float and not np.isfinite(values).all():
                 raise NumericalError(
                     f"{tensor.name}: a group's range does not fit {tensor.dtype.value}",
                     hint="keep the module dense: --rule 'GLOB=float', or take a wider --dtype",
                 )
-        return QuantResult(tensors={t.name: v.reshape(t.shape) for t, v in zip(planned, stored, strict=True)})
+        tensors = {t.name: v.reshape(t.shape) for t, v in zip(planned, stored, strict=True)}
+        return QuantResult(tensors=tensors, notes=lost.notes(name))
 
-    def _pack_affine(self, stored: list[NDArray[Any]], chunks: Chunks) -> None:
+    def _pack_affine(self, stored: list[NDArray[Any]], chunks: Chunks, lost: _Lost) -> None:
         """Our own kernel: MLX's loop is scalar and several times slower."""
+        del lost  # scales are floats: what is too wide for them is looked for, and none is too small
         threads = self.threads or 1  # one keeps pace with the hashing that runs beside it
         for start, chunk in chunks:
             rows = np.ascontiguousarray(chunk if self.dtype is DType.BF16 else chunk.astype(np.float32, copy=False))
@@ -169,15 +175,22 @@ class AffineRtn:
                 for target, part in zip(stored, parts, strict=True):
                     target[start : start + part.shape[0]] = part.astype(target.dtype, copy=False)
 
-    def _pack_float(self, stored: list[NDArray[Any]], chunks: Chunks) -> None:
+    def _pack_float(self, stored: list[NDArray[Any]], chunks: Chunks, lost: _Lost) -> None:
         """``mx.quantize``, one MLX stream per thread, ``PENDING_CHUNKS`` chunks queued on each."""
         import mlx.core as mx
 
         streams = _streams(self.threads or min(os.cpu_count() or 1, MAX_STREAMS))
-        pending: deque[tuple[int, list[mx.array]]] = deque()
+        pending: deque[tuple[int, NDArray[Any], list[mx.array]]] = deque()
+
+        def collect() -> None:
+            start, chunk, parts = pending.popleft()
+            _collect(stored, start, parts)
+            if self.mode == "nvfp4":  # e8m0 scales of the other modes reach down to 2^-127
+                lost.add(chunk, stored[1][start : start + chunk.shape[0]])
+
         for index, (start, chunk) in enumerate(chunks):
             if len(pending) == PENDING_CHUNKS * len(streams):
-                _collect(stored, *pending.popleft())
+                collect()
             parts = mx.quantize(
                 mx.array(chunk),
                 group_size=self.group_size,
@@ -186,9 +199,40 @@ class AffineRtn:
                 stream=streams[index % len(streams)],
             )
             mx.async_eval(*parts)  # type: ignore[no-untyped-call]
-            pending.append((start, list(parts)))
+            pending.append((start, chunk, list(parts)))
         while pending:
-            _collect(stored, *pending.popleft())
+            collect()
+
+
+class _Lost:
+    """Groups that decode to zeros because their scale, an e4m3 number of at least 2^-9, is rounded to zero."""
+
+    def __init__(self, group_size: int) -> None:
+        self._group_size = group_size
+        self._groups = self._vanished = 0
+        self._energy = self._vanished_energy = 0.0
+
+    def add(self, chunk: NDArray[Any], scales: NDArray[np.uint8]) -> None:
+        """Count in ``chunk [rows, in]`` with its ``scales [rows, in / group]``."""
+        wide = chunk.astype(np.float32).reshape(*scales.shape, self._group_size)
+        energy = np.einsum("rgi,rgi->rg", wide, wide, dtype=np.float64)
+        vanished = (scales == 0) & (energy > 0)
+        self._groups += energy.size
+        self._vanished += int(np.count_nonzero(vanished))
+        self._energy += float(energy.sum())
+        self._vanished_energy += float(energy[vanished].sum())
+
+    def notes(self, name: str) -> tuple[str, ...]:
+        """What to say of it; NumericalError where it costs more than the rounding of all that is left."""
+        if not self._vanished:
+            return ()
+        text = f"{self._vanished} of {self._groups} groups of {self._group_size} are too small for nvfp4's scales"
+        if self._vanished_energy > NVFP4_ERROR * self._energy:
+            raise NumericalError(
+                f"{name}: {text}: they would be zeros, {self._vanished_energy / self._energy:.0%} of the weight",
+                hint="pack it in another mode: --rule 'GLOB=mode:affine,bits:8,group:64'",
+            )
+        return (f"{text} and became zeros, {self._vanished_energy / self._energy:.1e} of the weight",)
 
 
 @lru_cache(maxsize=4)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -26,6 +27,7 @@ from tqtool.source.config import read_config, rope_updates
 from tqtool.source.hub import is_hub_id, resolve_snapshot
 from tqtool.source.layout import INDEX_NAME, WEIGHTS_GLOB, WeightFiles, find_weights
 from tqtool.source.mlx_lm import architecture_warnings, behaviour_warnings
+from tqtool.source.mlx_lm_settings import stated_defaults
 
 # One pread never returns more than 0x7ffff000 bytes on Linux; smaller pieces cost nothing.
 _READ_BYTES: Final = 1 << 26
@@ -94,6 +96,11 @@ class TensorRef:
         raw = self._read_bytes(self.begin + start * row_bytes, self.begin + stop * row_bytes)
         return raw.view(self.dtype.numpy).reshape(stop - start, *self.shape[1:])
 
+    def read_flat_rows(self, start: int, stop: int) -> NDArray[Any]:
+        """As ``read_rows``, with the leading axes flattened: ``[stop - start, shape[-1]]``."""
+        flat = replace(self, shape=(math.prod(self.shape[:-1]), *self.shape[-1:]))
+        return flat.read_rows(start, stop)
+
     def _read_bytes(self, begin: int, end: int) -> NDArray[np.uint8]:
         buffer = np.empty(end - begin, dtype=np.uint8)
         view = memoryview(buffer.data)
@@ -122,8 +129,8 @@ class TensorRef:
 class Checkpoint:
     """A validated model folder. ``tensors`` is in file order; ``files`` are the non-weight companions.
 
-    ``config`` is config.json with what ``rope_updates`` adds. ``warnings`` are facts a verb may turn into a
-    refusal (an architecture mlx-lm does not know, no tokenizer).
+    ``config`` is config.json with what ``rope_updates`` and ``stated_defaults`` add. ``warnings`` are facts a verb may
+    turn into a refusal (an architecture mlx-lm does not know, no tokenizer).
     """
 
     path: Path
@@ -175,7 +182,8 @@ def open_checkpoint(path_or_id: str, *, revision: str | None = None, allow_quant
     weights = find_weights(folder)
     stored = read_config(folder)
     updates = rope_updates(stored)
-    config = {**stored, **updates}
+    stated = stated_defaults({**stored, **updates})
+    config = {**stored, **updates, **stated}
     tensors = _collect(folder, weights, [read_header(path) for path in weights.shards])
     files = _companions(folder)
     if not allow_quantized:
@@ -191,6 +199,7 @@ def open_checkpoint(path_or_id: str, *, revision: str | None = None, allow_quant
             *behaviour_warnings(config),
             *tokenizer_warnings(folder, files),
             *((ROPE_WARNING,) if updates else ()),
+            *((f"config.json: {', '.join(stated)} stated as mlx-lm needs it",) if stated else ()),
         ),
     )
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from tqtool.errors import SourceError
 from tqtool.source.config import text_config
+from tqtool.source.mlx_lm_settings import rotary_warnings, setting_refusal
 
 # mlx-lm loads these types with another type's module; its own table cannot be read without importing mlx.
 _MLX_LM_ALIASES: Final = {
@@ -27,27 +28,25 @@ _MLX_LM_ALIASES: Final = {
     "xverse": "llama",
 }
 # These have SwiGLU built in, whatever hidden_act says.
-_SWIGLU: Final = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-# These attend to everything: mistral runs as llama, which slides only where layer_types says so.
-_NO_SLIDING: Final = frozenset({"mistral", "qwen2", "qwen3"})
+_SWIGLU: Final = frozenset({"granite", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"})
+# These attend to everything: mistral and smollm3 run as llama, which slides only where layer_types says so.
+_NO_SLIDING: Final = frozenset({"mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"})
+_ALWAYS_SLIDE: Final = frozenset({"mistral", "mixtral", "phi3"})  # in the authors' code: wherever there is a window
 
 
 def refuse_unservable(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise SourceError for what mlx-lm cannot serve, however it is written.
 
-    That is a model whose layers are code in its own folder, and biases where its module has none.
+    That is a model whose layers are code in its own folder, and settings that its module does not have.
     """
     if config.get("model_file") is not None:
         raise SourceError(
             f"{folder}: config.json has model_file {config['model_file']!r}: the model brings its own code",
             hint="tqtool runs no code from model folders; remove model_file if mlx-lm has the architecture itself",
         )
-    if config.get("model_type") == "qwen3" and config.get("attention_bias"):
-        raise SourceError(
-            f"{folder}: config.json has attention_bias true; mlx-lm's qwen3 has no attention biases and would refuse "
-            f"the result",
-            hint="nothing can load this model in mlx-lm yet",
-        )
+    refusal = setting_refusal(config)
+    if refusal is not None:
+        raise SourceError(f"{folder}: config.json: {refusal}", hint="nothing can run this model in mlx-lm yet")
 
 
 def architecture_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -78,7 +77,9 @@ def behaviour_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
     if kind in _SWIGLU and activation not in ("silu", "swish", None):
         warnings.append(f"hidden_act is {activation!r}; mlx-lm's {kind} always uses silu, its output will be wrong")
     window = part.get("sliding_window")
-    slides = part.get("use_sliding_window", kind == "mistral")
+    slides = part.get("use_sliding_window", kind in _ALWAYS_SLIDE)
+    if kind == "smollm3" and part.get("layer_types"):
+        slides = False  # mlx-lm reads which layers do
     if kind in _NO_SLIDING and window and slides:
         warnings.append(f"sliding_window is {window}; mlx-lm's {kind} attends to all, longer texts come out different")
-    return tuple(warnings)
+    return (*warnings, *rotary_warnings(config))

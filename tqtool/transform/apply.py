@@ -11,16 +11,19 @@ from numpy.typing import NDArray
 from tqtool.errors import SourceError
 from tqtool.mathx.signs import sign_vector
 from tqtool.native import hadamard_transform
-from tqtool.transform.ops import (
+from tqtool.transform.folds import (
     Fill,
     FoldChannels,
-    OutputTensor,
+    OnRows,
+    Reshape,
     RotateHeads,
     RotateInput,
     RotateOutput,
     Rotation,
     ScaleInput,
+    Shift,
 )
+from tqtool.transform.outputs import OutputTensor
 
 Float = TypeVar("Float", np.float32, np.float64)
 Read = Callable[[str], NDArray[Any]]
@@ -34,12 +37,13 @@ def apply_folds(output: OutputTensor, read: Read, *, dtype: Any = np.float32) ->
     """Read one tensor and fold it.
 
     Every fold works in place on one copy, in ``dtype`` throughout, but the reordering of channels, which makes a
-    second; nothing ``read`` returns is written to. Rounding to the stored type is the writer's business. Same inputs
-    give the same bytes on every machine and thread count.
+    second of the rows it reorders; nothing ``read`` returns is written to. Rounding to the stored type is the writer's
+    business. Same inputs give the same bytes on every machine and thread count.
 
     Args:
         output: The tensor wanted.
-        read: Source name to array of any float dtype; called for the tensor and for the norm gain it needs, if any.
+        read: Source name to array of any float dtype; called for the tensor and for the norm gain it needs, if any. Of
+            a source of which ``output`` takes some rows it may return these alone.
         dtype: float32, or float64 where exactness is at stake.
 
     Returns:
@@ -51,13 +55,26 @@ def apply_folds(output: OutputTensor, read: Read, *, dtype: Any = np.float32) ->
     """
     if output.ops and isinstance(output.ops[-1], Fill):
         return np.full(output.shape, output.ops[-1].value, dtype=dtype)
-    weight = _float_copy(output.source, read(output.source), output.shape, dtype)
+    source = taken_rows(output, read(output.source))
+    stored = next((op.shape for op in output.ops if isinstance(op, Reshape)), output.shape)
+    weight = _float_copy(output.source_text, source, stored, dtype).reshape(output.shape)
     for op in output.ops:
+        if isinstance(op, Reshape):
+            continue
         if isinstance(op, FoldChannels):
             weight = _reordered(op, weight)
+        elif isinstance(op, OnRows):
+            _fold_rows(op, weight, read)
         else:
             _fold(op, weight, read)
     return weight
+
+
+def taken_rows(output: OutputTensor, source: NDArray[Any]) -> NDArray[Any]:
+    """What ``output`` takes of its source: a view of its rows, or ``source`` itself where it is all or just them."""
+    if output.rows is None or source.shape == output.shape or source.ndim < 2:
+        return source
+    return source.reshape(-1, source.shape[-1])[slice(*output.rows)]
 
 
 def _reordered(op: FoldChannels, weight: NDArray[Any]) -> NDArray[Any]:
@@ -74,7 +91,20 @@ def _reordered(op: FoldChannels, weight: NDArray[Any]) -> NDArray[Any]:
     return mixed
 
 
-def _fold(op: ScaleInput | RotateInput | RotateOutput | RotateHeads | Fill, weight: NDArray[Any], read: Read) -> None:
+def _fold_rows(op: OnRows, weight: NDArray[Any], read: Read) -> None:
+    """Fold some rows of ``weight``, in place."""
+    if not 0 <= op.start < op.stop <= weight.shape[0]:
+        raise SourceError(f"rows {op.start}…{op.stop - 1} do not fit axis 0 of {list(weight.shape)}")
+    part = weight[op.start : op.stop]
+    if isinstance(op.fold, FoldChannels):
+        part[...] = _reordered(op.fold, part)
+    else:
+        _fold(op.fold, part, read)
+
+
+def _fold(
+    op: ScaleInput | RotateInput | RotateOutput | RotateHeads | Fill | Shift, weight: NDArray[Any], read: Read
+) -> None:
     """Apply one fold to ``weight`` ``[out, in]`` or ``[out]``, in place."""
     match op:
         case ScaleInput():
@@ -90,6 +120,8 @@ def _fold(op: ScaleInput | RotateInput | RotateOutput | RotateHeads | Fill, weig
             _rotate(weight, op.rotation, axis=axis, block=op.rotation.n)
         case Fill():
             weight.fill(op.value)
+        case Shift():
+            weight += op.value
         case _:
             assert_never(op)
 

@@ -19,9 +19,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tqtool.transform.ops import Channels, FoldChannels, OutputTensor, Role, TransformPlan
+from tqtool.transform.folds import Channels, FoldChannels, OnRows
+from tqtool.transform.outputs import OutputTensor, Role, TransformPlan
 
-MLP_ROLES = {Role.GATE, Role.UP, Role.DOWN}
+MLPS = ({Role.GATE, Role.UP, Role.DOWN}, {Role.GATE_UP, Role.DOWN})
+"""What an MLP with hidden channels consists of: gate and up apart, or as one projection."""
+MLP_ROLES = set.union(*MLPS)
 LARGEST_SCALE = 256.0
 """A channel is scaled by no more, up or down: rows of up_proj must keep scales that float16 holds to full precision."""
 
@@ -66,25 +69,29 @@ def choose_channels(norms: NDArray[np.floating], curvature: NDArray[np.floating]
 
 
 def mlps(plan: TransformPlan) -> dict[str, OutputTensor]:
-    """``….mlp`` → its down_proj, for each MLP that has gate, up and down."""
+    """``….mlp``, or ``….experts.3``, → its down_proj, for each MLP that has gate, up and down, apart or fused."""
     roles: dict[str, dict[Role, OutputTensor]] = {}
-    for output in plan.outputs:
+    for output in plan.pieces():
         if output.module is not None and output.role in MLP_ROLES:
             roles.setdefault(_parent(output.module), {})[output.role] = output
-    return {path: found[Role.DOWN] for path, found in roles.items() if set(found) == MLP_ROLES}
+    return {path: found[Role.DOWN] for path, found in roles.items() if set(found) in MLPS}
 
 
 def with_channels(plan: TransformPlan, channels: Mapping[str, Channels]) -> TransformPlan:
     """``plan`` with the MLPs named by ``channels`` reordered; each fold comes after those that are there."""
-    roles = {output.module: output.role for output in plan.outputs if output.module is not None}
+    roles = {piece.module: piece.role for piece in plan.pieces() if piece.module is not None}
 
     def fold(output: OutputTensor) -> OutputTensor:
+        if output.parts:
+            return replace(output, parts=tuple(fold(part) for part in output.parts))
         module = output.name.rsplit(".", 1)[0]
         mixed, role = channels.get(_parent(module)), roles.get(module)
         if mixed is None or role not in MLP_ROLES:
             return output
         if role is Role.GATE and mixed.is_in_order:
             return output
+        if role is Role.GATE_UP:
+            return replace(output, ops=(*output.ops, *_fused(mixed)))
         if role is not Role.DOWN:
             op = FoldChannels(channels=mixed, axis="output", is_scaled=role is Role.UP)
         elif output.module is not None:
@@ -94,6 +101,14 @@ def with_channels(plan: TransformPlan, channels: Mapping[str, Channels]) -> Tran
         return replace(output, ops=(*output.ops, op))
 
     return replace(plan, outputs=tuple(fold(output) for output in plan.outputs))
+
+
+def _fused(channels: Channels) -> tuple[OnRows, ...]:
+    """Folds of gate_up: both halves are reordered, that of up is scaled."""
+    n = len(channels.order)
+    gate, up = (FoldChannels(channels=channels, axis="output", is_scaled=is_up) for is_up in (False, True))
+    moved = () if channels.is_in_order else (OnRows(start=0, stop=n, fold=gate),)
+    return (*moved, OnRows(start=n, stop=2 * n, fold=up))
 
 
 def _parent(module: str) -> str:

@@ -8,27 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tqtool.transform.families import identity_outputs, read_layout
-from tqtool.transform.ops import (
-    DroppedTensor,
-    Fill,
-    Op,
-    OutputTensor,
-    PlanRow,
-    Role,
-    RotateHeads,
-    RotateInput,
-    RotateOutput,
-    Rotation,
-    ScaleInput,
-    TransformPlan,
-)
+from tqtool.transform.claim import identity_outputs, read_layout
+from tqtool.transform.folds import Fill, OnRows, Op, RotateHeads, RotateInput, RotateOutput, Rotation, ScaleInput
+from tqtool.transform.outputs import DroppedTensor, OutputTensor, PlanRow, Role, TransformPlan
 from tqtool.transform.rotation import plan_rotation
 from tqtool.transform.select import select_family
 
 __all__ = [
     "DroppedTensor",
     "Fill",
+    "OnRows",
     "Op",
     "OutputTensor",
     "PlanRow",

@@ -17,7 +17,7 @@ def select_family(config: Mapping[str, Any]) -> Family:
     family = FAMILIES.get(model_type)
     if family is None:
         raise UserError(
-            f"config.json: model_type {model_type!r} is not known; known: {', '.join(sorted(FAMILIES))}",
+            f"config.json: model_type {model_type!r} is not known; {_known()}",
             hint="a new family is one entry in tqtool/transform/families.py",
         )
     return family
@@ -41,10 +41,9 @@ def select_rotation(config: Mapping[str, Any], transform: str) -> Family:
     if refusal is None and family is not None:
         refusal = family.rotation_refusal
     if refusal is not None:
-        raise UserError(
-            f"model_type {model_type!r} cannot be rotated: {refusal}",
-            hint="convert it without --rotate-weights",
-        )
+        is_known = family is not None
+        hint = "convert it without --rotate-weights" if is_known else f"not known without rotation either; {_known()}"
+        raise UserError(f"model_type {model_type!r} cannot be rotated: {refusal}", hint=hint)
     if transform != AUTO and transform not in names:
         raise UserError(f"unknown transform {transform!r}; known: {AUTO}, {', '.join(names)}")
     if family is None:
@@ -59,6 +58,10 @@ def select_rotation(config: Mapping[str, Any], transform: str) -> Family:
             hint=f"use {AUTO} or rotation.{model_type}",
         )
     return family
+
+
+def _known() -> str:
+    return f"known: {', '.join(sorted(FAMILIES))}"
 
 
 def _model_type(config: Mapping[str, Any]) -> str:
