@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from types import SimpleNamespace
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -12,13 +9,20 @@ import pytest
 from mlx.utils import tree_flatten
 
 from tests.support.metal.device import Shim
+from tests.support.stock_modules import stock_module
+from tests.support.tiny_models import Tiny, write_tiny
 from tqtool.formats.trellis import spec_for
 from tqtool.kernels.metal import METAL
+from tqtool.pipeline.trellis import TrellisRequest, plan_trellis
+from tqtool.runtime import linear
+from tqtool.runtime.gated_mlp import fuse_gates
 from tqtool.runtime.gpu_linear import kernel_layer
 from tqtool.runtime.joint_products import ATTENTIONS, NAMES, JointProducts, join_projections, why_not
 from tqtool.runtime.linear import NativeTrellisLinear
+from tqtool.runtime.load import load
 from tqtool.runtime.paths import explain
 from tqtool.runtime.stock_model import code_values
+from tqtool.solve.trellis import TrellisOptions
 
 
 @pytest.fixture(scope="session")
@@ -85,10 +89,7 @@ def test_one_product_serves_three_layers_and_keeps_nothing(layer_class):
 
 
 def attention(name, layers):
-    module = importlib.import_module(name.rpartition(".")[0])
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64}
-    more = {"attention_bias": False, "rope_theta": 1e4, "rope_traditional": False, "rope_scaling": None}
-    made = module.Attention(SimpleNamespace(**sizes, **more, max_position_embeddings=64, rms_norm_eps=1e-5))
+    made = stock_module(name, hidden=64)
     for projection, layer in zip(NAMES, layers, strict=True):
         setattr(made, projection, layer)
     made.o_proj = nn.Linear(64, 64, bias=False)
@@ -121,3 +122,21 @@ def test_what_is_not_joined(layer_class):
     assert why_not([first, layer_of(layer_class, 32, 1, k=2)]) == "they differ in more than their rows"
     assert why_not(projections(layer_class, tile=False)) == "they are not made of whole squares"
     assert why_not([first, layer_of(layer_class, 24, 1)]) == "they are not made of whole squares"
+
+
+def test_a_whole_model_with_all_that_can_be_joined(layer_class, tmp_path, monkeypatch):
+    """Every trellis layer through the executor, gates and projections joined: the logits of the CPU's model."""
+    options = TrellisOptions(k=3, warmup=16, threads=1)
+    source = write_tiny(tmp_path / "source", Tiny(model_type="qwen2", layers=1))
+    request = TrellisRequest(source=str(source), out=tmp_path / "k3", options=options, modules=("all",), layout="tile")
+    plan_trellis(request).run()
+    tokens = mx.array([[5, 6, 7]])
+    wanted = load(tmp_path / "k3").model(tokens)
+    monkeypatch.setattr(linear, "layer_class_for", lambda device, int8=False: layer_class)
+    model = load(tmp_path / "k3").model
+    assert (fuse_gates(model), join_projections(model)) == (1, 1)
+    found = model(tokens)
+    # Layers differ by roundings of float32, logits are around 1: far below what one wrong weight does.
+    np.testing.assert_allclose(np.array(found), np.array(wanted), rtol=0, atol=1e-4)
+    assert float(mx.abs(wanted).max()) > 0.1
+    assert {path.path for path in explain(model, (3,))} == {"tile", "tile_swiglu"}

@@ -5,9 +5,6 @@ Metal's text under the executor stands for any backend: the layer knows no diffe
 
 from __future__ import annotations
 
-import importlib
-from types import SimpleNamespace
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -16,6 +13,7 @@ from mlx.utils import tree_flatten
 
 from tests.support.command import run
 from tests.support.metal.device import Shim
+from tests.support.stock_modules import stock_module
 from tqtool.errors import UserError
 from tqtool.formats.trellis import spec_for
 from tqtool.kernels.cuda import CUDA
@@ -86,10 +84,7 @@ def test_a_code_without_formula_is_expanded_by_its_table(layer_class):
 
 def mlp_of(name, layers):
     """mlx-lm's module ``name`` of sizes 32 → 48 → 32 with ``layers`` in it."""
-    path, _, cls = name.rpartition(".")
-    module = importlib.import_module(path)
-    sizes = SimpleNamespace(hidden_size=32, intermediate_size=48)
-    made = getattr(module, cls)(sizes) if path.endswith("llama") else getattr(module, cls)(32, 48)
+    made = stock_module(name, hidden=32)
     made.gate_proj, made.up_proj, made.down_proj = layers
     return made
 

@@ -1,4 +1,4 @@
-"""The MLP of llama, mistral and qwen on a GPU: gate and up in one launch where a kernel does both.
+"""The MLP with silu of many models on a GPU: gate and up in one launch where a kernel does both.
 
 mlx-lm's own module computes ``down(silu(gate(x)) · up(x))`` by three products and an activation. For few rows of x
 the product kernels are bound by their launches, and x is read and made ready once instead of twice.
@@ -17,8 +17,9 @@ from tqtool.kernels.backend import Product, problem_of
 from tqtool.kernels.problem import Choice, Problem
 from tqtool.runtime.gpu_linear import KernelTrellisLinear, Products, choose
 
-SILU_MLPS = tuple(f"mlx_lm.models.{name}.MLP" for name in ("llama", "qwen2", "qwen3"))
-"""mlx-lm's classes that compute just this, mistral's being llama's; a test holds each against ``GatedMLP``."""
+SILU_MLPS = tuple(f"mlx_lm.models.{name}.MLP" for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "granite"))
+"""mlx-lm's classes that compute just this, mistral's and smollm3's being llama's; a test holds each against
+``GatedMLP``."""
 
 
 class GatedMLP(nn.Module):  # type: ignore[misc]

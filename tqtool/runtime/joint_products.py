@@ -21,7 +21,10 @@ from tqtool.kernels.problem import Choice, Problem
 from tqtool.kernels.rules import MATVEC_ROWS
 from tqtool.runtime.gpu_linear import KernelTrellisLinear, choose
 
-ATTENTIONS = tuple(f"mlx_lm.models.{name}.Attention" for name in ("llama", "qwen2", "qwen3"))
+ATTENTIONS = (
+    *(f"mlx_lm.models.{name}.Attention" for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "granite", "gemma3_text")),
+    "mlx_lm.models.mixtral.MixtralAttention",
+)
 """mlx-lm's classes that call q_proj, k_proj and v_proj with one array that nobody changes in between."""
 NAMES = ("q_proj", "k_proj", "v_proj")
 
