@@ -112,7 +112,8 @@ def tile_blocks(row_tiles: int, units: int, most_tiles: int, card: Card) -> tupl
     cut = max(cut, -(-row_tiles // (most_tiles - 1)))
     rounds_whole = -(-(-(-row_tiles // whole) * units) // WARPS)
     rounds_cut = -(-row_tiles * units // (cut * WARPS))
-    return (whole, True) if rounds_whole <= rounds_cut + card.meeting_rounds else (cut, False)
+    is_countable = row_tiles * whole < 1 << 32  # the kernel multiplies them in 32 bits
+    return (whole, True) if is_countable and rounds_whole <= rounds_cut + card.meeting_rounds else (cut, False)
 
 
 def kernels(card: Card) -> tuple[Kernel, ...]:
