@@ -54,7 +54,9 @@ def routes(
     for logits in x @ router.T:
         top = np.argsort(-logits)[: config["num_experts_per_tok"]]
         share = np.exp(logits - logits.max())
-        whole = share[top].sum() if config["model_type"] == "mixtral" or config["norm_topk_prob"] else share.sum()
+        whole = (
+            share[top].sum() if config["model_type"] == "mixtral" or config.get("norm_topk_prob", True) else share.sum()
+        )
         found.append([(int(expert), float(share[expert] / whole)) for expert in top])
     return found
 
