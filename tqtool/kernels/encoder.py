@@ -22,7 +22,7 @@ class Encoder:
 
     Attributes:
         name: Of the backend.
-        source: The kernel's file.
+        source: The kernel's file for a problem that it supports.
         supports: Why it cannot do a problem, or None.
         launch: Geometry for a problem that it supports.
         blocks_at_once: Blocks of one launch.
@@ -30,7 +30,7 @@ class Encoder:
     """
 
     name: str
-    source: str
+    source: Callable[[EncodeProblem], str]
     supports: Callable[[EncodeProblem], str | None]
     launch: Callable[[EncodeProblem], Launch]
     blocks_at_once: Callable[[EncodeProblem], int]
@@ -40,7 +40,7 @@ class Encoder:
         """The call for a problem that is supported."""
         return Call(
             name="viterbi",
-            source=self.source,
+            source=self.source(problem),
             inputs=("x", "levels", "dims"),
             outputs=("states", "history"),
             launch=self.launch(problem),
