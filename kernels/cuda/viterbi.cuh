@@ -51,6 +51,7 @@ template <int B> struct TqJob {
 
 template <class S> static __device__ __forceinline__ void tq_viterbi(const int16_t *x, const int16_t *levels, const uint32_t *dims, uint16_t *states, uint32_t *history) {
   constexpr int B = S::BLOCKS, T = TQ_T, J = S::J, CHUNK = S::COST_BYTES / S::ROW;
+  constexpr int COPIES = S::COST_BYTES / 16 / S::THREADS, BATCH = COPIES < 8 ? COPIES : 8;
   extern __shared__ __align__(16) unsigned char tq_shared[];
   __shared__ TqJob<B> job;
   auto *costs = reinterpret_cast<typename S::Word *>(tq_shared);
@@ -69,8 +70,14 @@ template <class S> static __device__ __forceinline__ void tq_viterbi(const int16
     int j = walked;
     for (; top > 0; top -= CHUNK) {
       __syncthreads();
-      const uint4 *from = reinterpret_cast<const uint4 *>(choices + (top - CHUNK) * S::ROW);
-      for (int i = t; i < S::ROW * CHUNK / 16; i += S::THREADS) reinterpret_cast<uint4 *>(costs)[i] = __ldcg(from + i);
+      const uint4 *from = reinterpret_cast<const uint4 *>(choices + (top - CHUNK) * S::ROW) + t;
+      for (int i = 0; i < COPIES; i += BATCH) {  // a batch is on its way at once: the loads before the stores
+        uint4 batch[BATCH];
+#pragma unroll
+        for (int l = 0; l < BATCH; l++) batch[l] = __ldcg(from + (i + l) * S::THREADS);
+#pragma unroll
+        for (int l = 0; l < BATCH; l++) reinterpret_cast<uint4 *>(costs)[t + (i + l) * S::THREADS] = batch[l];
+      }
       __syncthreads();
       if (own < B)
 #pragma unroll 4

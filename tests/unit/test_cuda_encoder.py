@@ -23,7 +23,6 @@ from tqtool.kernels.cuda_kernels import H200
 from tqtool.kernels.encoding import LEVEL_LIMIT, dearest_step, encode_problem
 from tqtool.mathx import codes
 
-
 TRELLISES = [(12, 1), (12, 2), (12, 3), (12, 4), (14, 2), (14, 3), (14, 4), (16, 2), (16, 3), (16, 4)]
 
 

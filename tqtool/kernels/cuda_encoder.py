@@ -125,7 +125,7 @@ def supports(problem: EncodeProblem) -> str | None:
 
 
 def resumes(problem: EncodeProblem, found: Search, groups: int) -> bool:
-    """Whether the second pass goes on where the first ends, see kernels/cuda/viterbi.cuh: half its steps, for 1.5 passes.
+    """Whether the second pass goes on where the first ends, see kernels/cuda/viterbi.cuh: 1.5 passes for 2.
 
     With a short first pass few paths are closed, with few blocks the rest weighs too much.
     """

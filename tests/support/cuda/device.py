@@ -1,4 +1,4 @@
-"""An executor that stands where ``tqtool.kernels.cuda.on_device`` stands: texts without warp intrinsics but shuffles."""
+"""Stands where ``tqtool.kernels.cuda.on_device`` stands: fibres run texts whose only warp operations are shuffles."""
 
 from __future__ import annotations
 
