@@ -36,6 +36,10 @@ class Encoder:
     blocks_at_once: Callable[[EncodeProblem], int]
     run: Runner
 
+    def with_runner(self, run: Runner) -> Encoder:
+        """The same kernels, carried out by ``run``."""
+        return replace(self, run=run)
+
     def call(self, problem: EncodeProblem) -> Call:
         """The call for a problem that is supported."""
         return Call(
@@ -45,6 +49,18 @@ class Encoder:
             outputs=("states", "history"),
             launch=self.launch(problem),
         )
+
+    def states(self, x: mx.array, levels: mx.array, problem: EncodeProblem) -> mx.array:
+        """States ``[n, 256]`` of inputs ``[n, 256]`` int16 within ±560 that are on the device; nothing waits for them.
+
+        ``problem`` must be supported; its number of blocks is that of ``x``.
+        """
+        step, found = self.blocks_at_once(problem), []
+        for start in range(0, x.shape[0], step):
+            part = x[start : start + step]
+            call = self.call(replace(problem, blocks=part.shape[0]))
+            found.append(self.run(call, [part, levels, dims_array(call.launch.dims)])[0])
+        return found[0] if len(found) == 1 else mx.concatenate(found)
 
     def viterbi_encode(
         self,
