@@ -10,7 +10,8 @@ another level for it. The search itself is exact, as everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,7 @@ def code_tiles(
     *,
     peak_limits: Sequence[float],
     encoder: Encoder | None = None,
+    mark: Callable[[float], None] = lambda seconds: None,
 ) -> list[TilesCoded]:
     """Code weights of one ``spec`` together.
 
@@ -74,6 +76,7 @@ def code_tiles(
         options: The code; ``device`` names the encoder.
         peak_limits: A job with a target above its own is not finished.
         encoder: In place of that of ``options.device``.
+        mark: Told the time when all is on the device, and when it is done there.
 
     Returns:
         One result a job. Device memory: five arrays like the weights, one like each Hessian, in float32.
@@ -83,6 +86,8 @@ def code_tiles(
     batch = _Batch(jobs, spec, options, encoder or gpu_encoder(options.device))
     cols, tile = spec.stride, spec.tile
     rest = batch.weights
+    batch.settle(rest, peak_limits)
+    mark(time.perf_counter())
     for first in range(0, cols, WINDOW):
         last = min(first + WINDOW, cols)
         part = rest[:, :, : last - first]
@@ -97,6 +102,7 @@ def code_tiles(
             rest = rest[:, :, last - first :] - window @ batch.upper[:, first:last, last:]
         if not batch.settle(rest, peak_limits):
             break
+    mark(time.perf_counter())
     return list(batch.results(peak_limits))
 
 
@@ -149,7 +155,7 @@ class _Batch:
         """Wait for the device; False once no job is within its limit."""
         import mlx.core as mx
 
-        mx.eval(rest, self._loss, self._peak, *self._errors, *self._words)
+        mx.eval(rest, self.upper, self._loss, self._peak, *self._errors, *self._words)
         return bool(self._within(limits).any())
 
     def _within(self, limits: Sequence[float]) -> NDArray[np.bool_]:

@@ -185,14 +185,14 @@ def to_levels(rows: NDArray[np.float32], scales: NDArray[np.float16], code: code
 
     Rounding is float32, half to even: the same on every backend.
     """
-    factor = level_factors(scales, code)
-    return np.clip(np.rint(rows * factor[:, None]), -LEVEL_LIMIT, LEVEL_LIMIT).astype(np.int16)
+    levels = np.rint(rows * level_factors(scales, code)[:, None])
+    return np.asarray(np.clip(levels, -LEVEL_LIMIT, LEVEL_LIMIT), np.int16)
 
 
 def level_factors(scales: NDArray[np.float16], code: codes.Code) -> NDArray[np.float32]:
     """Level units per unit of each row ``[n]``; 0 for a row of zeros."""
     with np.errstate(divide="ignore"):
-        factor = np.float32(codes.UNIT[code]) / scales.astype(np.float32)
+        factor: NDArray[np.float32] = np.float32(codes.UNIT[code]) / scales.astype(np.float32)
     factor[scales == 0] = 0
     return factor
 
