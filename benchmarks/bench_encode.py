@@ -1,6 +1,6 @@
 """How fast is the trellis encoder, and how good?  ``python benchmarks/bench_encode.py --backend cpu --json``.
 
-``--backend cuda`` (or ``metal``) times the GPU's kernel (``encode_on_gpu.py``), the first blocks against the CPU's states;
+``--backend cuda`` (or ``metal``) times the GPU's kernel (``encode_on_gpu.py``), first blocks against the CPU's states;
 then ``--mlp`` a whole synthetic MLP, ``--ldlq 17408x5120x1`` feedback on so many weights of a shape. No peer there.
 
 On the CPU:
