@@ -35,7 +35,9 @@ def card(monkeypatch):
     monkeypatch.setattr(cuda, "is_proven_here", lambda: True)
     monkeypatch.setattr(module, "is_present", lambda device: device != "metal")
     monkeypatch.setattr(cuda_encoder, "CUDA_ENCODER", cuda_encoder.CUDA_ENCODER.with_runner(run))
-    return calls
+    module._refusal.cache_clear()
+    yield calls
+    module._refusal.cache_clear()
 
 
 def test_without_a_card():
@@ -65,7 +67,7 @@ def test_with_a_card(card):
     options = {"window": 12, "k": 3, "warmup": 32}
     found = [search(x, codes.levels("mul1", 12), device=device, **options) for device in ("cuda", "cpu")]
     np.testing.assert_array_equal(*found)
-    assert card == [5]
+    assert card == [module.TRIED, 5]
 
 
 @pytest.mark.parametrize("form", [[], ["--layout", "tile"]])
@@ -84,6 +86,22 @@ def test_the_same_artifact(form, tmp_path, card, capsys, monkeypatch):
     assert "paths of k = 2 are searched by cuda" in json.dumps(manifests[1])
     plan = run(capsys, monkeypatch, "trellis", source, tmp_path / "plan", "--dry-run", "--warmup", 20)
     assert "searched by cpu: cuda: warmup 20" in " ".join(plan.out.split())
+
+
+def test_a_card_that_finds_other_paths_is_left(card, monkeypatch):
+    """One wrong state in one of the blocks tried."""
+    encoder = cuda_encoder.CUDA_ENCODER
+
+    def wrong(call, arrays):
+        states = np.array(encoder.run(call, arrays)[0])
+        states[7, 100] ^= 1
+        return [states]
+
+    monkeypatch.setattr(cuda_encoder, "CUDA_ENCODER", encoder.with_runner(wrong))
+    reason = "of 16 paths tried here 1 are not the CPU's"
+    assert choose_device("auto", **LIKE) == DeviceChoice("cpu", f"cuda: {reason}")
+    with pytest.raises(BackendError, match=reason):
+        choose_device("cuda", **LIKE)
 
 
 def test_a_missing_card_ends_the_command(tmp_path, monkeypatch, capsys):

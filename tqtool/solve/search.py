@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 
 from tqtool import native
 from tqtool.errors import BackendError, UserError
+from tqtool.formats.trellis import BLOCK
+from tqtool.kernels.encoding import LEVEL_LIMIT, encode_problem
 from tqtool.mathx import codes
 
 if TYPE_CHECKING:
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 Device = Literal["cpu", "cuda", "metal"]
 Backend = Literal["auto", "cuda", "metal", "cpu"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
+TRIED = 16
+"""Blocks that a GPU is tried on when a job is planned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ def choose_device(asked: Backend, *, window: int, k: int, code: codes.Code, warm
     """The device for one trellis. ``auto`` takes a GPU only where its kernels have passed their tests on such a card.
 
     Raises:
-        BackendError: the GPU that was asked for is not there, or its kernel does not do this trellis.
+        BackendError: the GPU that was asked for is not there, its kernel does not do this trellis, or does it wrongly.
     """
     if asked == "cpu":
         return DeviceChoice("cpu")
@@ -51,7 +56,7 @@ def choose_device(asked: Backend, *, window: int, k: int, code: codes.Code, warm
         return DeviceChoice("cpu", "no card that the CUDA kernels have passed their tests on")
     if not is_present(device):
         raise BackendError(f"--backend {device}: this MLX has no such device", hint="--backend auto, or cpu")
-    reason = _refusal(device, window=window, k=k, code=code, warmup=warmup)
+    reason = _refusal(device, window, k, code, warmup)
     if reason is None:
         return DeviceChoice(device)
     if asked == "auto":
@@ -99,8 +104,17 @@ def gpu_encoder(device: Device) -> Encoder:
     raise BackendError(f"{device} is no GPU")
 
 
-def _refusal(device: Device, *, window: int, k: int, code: codes.Code, warmup: int | None) -> str | None:
-    from tqtool.kernels.encoding import encode_problem
-
-    problem = encode_problem(1, codes.levels(code, window), window=window, k=k, warmup=warmup)
-    return gpu_encoder(device).supports(problem)
+@lru_cache(maxsize=64)
+def _refusal(device: Device, window: int, k: int, code: codes.Code, warmup: int | None) -> str | None:
+    """Why the device does not do this trellis; a first few blocks are searched on the CPU too."""
+    encoder, levels = gpu_encoder(device), codes.levels(code, window)
+    reason = encoder.supports(encode_problem(1, levels, window=window, k=k, warmup=warmup))
+    if reason is not None:
+        return reason
+    draw = np.random.default_rng(window + k).standard_normal((TRIED, BLOCK)) * codes.UNIT[code] * codes.CODE_SCALE[k]
+    x = np.clip(np.rint(draw), -LEVEL_LIMIT, LEVEL_LIMIT).astype(np.int16)
+    found, _ = encoder.viterbi_encode(x, levels, window=window, k=k, warmup=warmup)
+    expected, _ = native.viterbi_encode(x, levels, window=window, k=k, warmup=warmup)
+    if np.array_equal(found, expected):
+        return None
+    return f"of {TRIED} paths tried here {np.count_nonzero((found != expected).any(axis=1))} are not the CPU's"
