@@ -48,11 +48,12 @@ def expected(x, levels, **options):
 @pytest.mark.parametrize(("window", "k"), TRELLISES)
 def test_states(window, k, folder, monkeypatch):
     """Seven blocks: two groups of which the last is not full (at window 16 and k = 2 four), both second passes."""
-    x, levels, run = inputs(7, k, window, seed=window + k), codes.levels("mul1", window), Lanes(folder)
+    x, levels = inputs(7, k, window, seed=window + k), codes.levels("mul1", window)
     options = {"window": window, "k": k}
-    np.testing.assert_array_equal(
-        encode(x, levels, run, monkeypatch, resume=True, **options), expected(x, levels, **options)
-    )
+    wanted = expected(x, levels, **options)
+    for backwards in (False, True):
+        run = Lanes(folder, backwards=backwards)
+        np.testing.assert_array_equal(encode(x, levels, run, monkeypatch, resume=True, **options), wanted)
     short = {**options, "warmup": 16}
     np.testing.assert_array_equal(encode(x, levels, run, monkeypatch, **short), expected(x, levels, **short))
 
@@ -75,6 +76,40 @@ FAULTS = {
     "seam a step late": ("walk(warmup);", "walk(warmup - 16);"),
     "group written over": ("waiting = waiting + 1;", ";"),
 }
+
+
+BARRIERS = {
+    "costs overwritten while the lowest is sought": ("      __syncthreads();\n      pinned =", "      pinned ="),
+    "no barrier between steps": (
+        "S::ROW);\n        __syncthreads();\n      }\n      if (end",
+        "S::ROW);\n      }\n      if (end",
+    ),
+    "choices over costs that are read": ("top -= CHUNK) {\n      __syncthreads();", "top -= CHUNK) {"),
+    "choices walked before they are there": (
+        "      }\n      __syncthreads();\n      if (own < B)\n",
+        "      }\n      if (own < B)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BARRIERS)
+def test_a_barrier_that_is_missing_shows_in_one_order(fault, folder, monkeypatch):
+    """At window 16 costs move in place and choices lie where they were: nothing forgives a missing barrier."""
+    before, after = BARRIERS[fault]
+
+    def plant(text):
+        assert before in text
+        return text.replace(before, after)
+
+    x, levels = inputs(6, 4, 16), codes.levels("mul1", 16)
+    wanted = expected(x, levels, window=16, k=4)
+    differing = [
+        (
+            encode(x, levels, Lanes(folder, plant, backwards=order), monkeypatch, resume=True, window=16, k=4) != wanted
+        ).any()
+        for order in (False, True)
+    ]
+    assert any(differing)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -22,10 +22,13 @@ DYNAMIC = "extern __shared__ __align__(16) unsigned char tq_shared[];"
 
 
 class Lanes:
-    """Compiles each distinct text once into ``folder``; ``edit`` changes it before: how tests plant faults."""
+    """Compiles each distinct text once into ``folder``; ``edit`` changes it before: how tests plant faults.
 
-    def __init__(self, folder: Path, edit: Callable[[str], str] = str) -> None:
-        self.folder, self.edit = folder, edit
+    ``backwards``: the last thread has the first turn.
+    """
+
+    def __init__(self, folder: Path, edit: Callable[[str], str] = str, *, backwards: bool = False) -> None:
+        self.folder, self.edit, self.backwards = folder, edit, backwards
 
     def __call__(self, call: Call, arrays: Sequence[mx.array]) -> list[mx.array]:
         """The outputs of ``call``; bytes that nobody wrote are 0xA5."""
@@ -38,7 +41,7 @@ class Lanes:
         request = b"".join(a.tobytes() for a in numpy)
         groups = launch.grid[0] // launch.threadgroup[0]
         done = subprocess.run(
-            [program, *map(str, (groups, launch.threadgroup[0], *sizes))],
+            [program, *map(str, (groups, launch.threadgroup[0], int(self.backwards), *sizes))],
             input=request,
             capture_output=True,
             check=True,
@@ -63,18 +66,18 @@ class Lanes:
         globals_ = "".join(f"static {kind} *{name};\n" for name, kind in zip(names, types, strict=True))
         inputs = len(call.inputs)
         take = "".join(
-            f"{name} = ({kind} *)lanes::{'read' if i < inputs else 'filled'}(atoll(arguments[{3 + i}]));\n"
+            f"{name} = ({kind} *)lanes::{'read' if i < inputs else 'filled'}(atoll(arguments[{4 + i}]));\n"
             for i, (name, kind) in enumerate(zip(names, types, strict=True))
         )
         give = "".join(
-            f"fwrite({name}, 1, atoll(arguments[{3 + inputs + i}]), stdout);\n"
+            f"fwrite({name}, 1, atoll(arguments[{4 + inputs + i}]), stdout);\n"
             for i, (name, output) in enumerate(zip(call.outputs, call.launch.outputs, strict=True))
             if not output.scratch
         )
         return self.edit(
             f'#include "lanes.h"\n{header}\n{globals_}void kernel() {{\n{constants}{text.body}\n}}\n'
             f"int main(int, char **arguments) {{\n{take}"
-            f"lanes::launch(atoi(arguments[1]), atoi(arguments[2]));\n{give}}}\n"
+            f"lanes::launch(atoi(arguments[1]), atoi(arguments[2]), atoi(arguments[3]));\n{give}}}\n"
         )
 
     def _build(self, source: str) -> Path:

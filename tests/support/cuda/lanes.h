@@ -1,5 +1,6 @@
 // What a CUDA kernel sees when g++ compiles it: its words, and a fibre for each thread. A thread runs until it comes to a barrier or an exchange with its warp; who
-// comes last lets all go on. Races are compute-sanitizer's business, on a card; what is tested here are results.
+// comes last lets all go on. Threads take their turns first to last or last to first: a barrier that is missing shows in one of the two orders if what it keeps apart
+// changes a result. The rest is compute-sanitizer's business, on a card.
 #pragma once
 #include <stdint.h>
 #include <stdio.h>
@@ -98,7 +99,7 @@ static void enter(int thread) {
   ended[thread] = 1;
   for (;;) wait();
 }
-static void launch(int blocks, int threads) {
+static void launch(int blocks, int threads, bool backwards) {
   std::vector<std::vector<char>> stacks(threads, std::vector<char>(1 << 17));
   gridDim = {(uint32_t)blocks, 1, 1}, count = threads;
   for (int block = 0; block < blocks; block++) {
@@ -113,8 +114,10 @@ static void launch(int blocks, int threads) {
     }
     for (int left = threads; left;) {
       left = 0;
-      for (int thread = 0; thread < threads; thread++)
+      for (int turn = 0; turn < threads; turn++) {
+        const int thread = backwards ? threads - 1 - turn : turn;
         if (!ended[thread]) running = thread, swapcontext(&scheduler, &contexts[thread]), left++;
+      }
     }
   }
 }
