@@ -76,7 +76,7 @@ def test_an_installation_without_sources_is_said(tmp_path, monkeypatch):
 
 def test_the_build_installs_the_folders_that_are_read():
     rules = (Path(__file__).parents[2] / "CMakeLists.txt").read_text()
-    assert "install(DIRECTORY kernels/common kernels/metal DESTINATION tqtool/kernels/source" in rules
+    assert "install(DIRECTORY kernels/common kernels/metal kernels/cuda DESTINATION tqtool/kernels/source" in rules
 
 
 def test_the_wheel_leaves_no_package_out():
