@@ -1,5 +1,10 @@
 """How fast is the trellis encoder, and how good?  ``python benchmarks/bench_encode.py --backend cpu --json``.
 
+``--backend cuda`` (or ``metal``) times the GPU's kernel (``encode_on_gpu.py``), first blocks against the CPU's states;
+then ``--mlp`` a whole synthetic MLP, ``--ldlq 17408x5120x1`` feedback on so many weights of a shape. No peer there.
+
+On the CPU:
+
 Peer: the same two-pass tail-biting search (QTIP's Algorithm 4) written here in torch, batched the way QTIP batches it:
 one gather, add and min over the 2^k predecessors per step for many blocks at once. Both run in one process,
 interleaved A B A; rates are medians, the ratio is the median of paired ratios. Both code the same Gaussian blocks, and
@@ -120,7 +125,7 @@ def measure(k: int, args: argparse.Namespace) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=["cpu"], default="cpu")
+    parser.add_argument("--backend", choices=["cpu", "cuda", "metal"], default="cpu")
     parser.add_argument("--k", type=int, nargs="*", default=[2, 3, 4])
     parser.add_argument("--window", type=int, default=12)
     parser.add_argument("--code", default="mul1", choices=codes.CODES)
@@ -129,8 +134,19 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--compare", type=int, default=1024, help="on a GPU: blocks held against the CPU's states")
+    parser.add_argument(
+        "--mlp", type=int, nargs="?", const=0, default=None, help="on a GPU: weights, 0 for all of a 27B's"
+    )
+    parser.add_argument("--ldlq", nargs="*", default=[], metavar="OUTxINxN", help="on a GPU: N weights of a shape")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.backend != "cpu":
+        from encode_on_gpu import measure as measure_on_gpu
+
+        for row in measure_on_gpu(args):
+            print(json.dumps(row))
+        return
     load = os.getloadavg()[0]
     rows = [measure(k, args) for k in args.k]
     report = {"machine": platform.machine(), "cores": os.cpu_count(), "load_before": load, "rows": rows}

@@ -41,7 +41,8 @@ model of the true architecture (`tests/support/tiny_families.py`): weights of he
 of both signs and far from one, biases. {tools}.
 
 * **float64**: largest difference of logits, folded against source, over the largest logit; transformers' model.
-* **KL float32**, **KL bf16**: mean KL(source ‖ folded) in nats, weights stored so, through transformers / stock mlx-lm.
+* **KL float32**, **KL bf16**: mean KL(source ‖ folded) in nats, weights stored so, through transformers / stock mlx-lm;
+  of the hybrids the folded model runs in mlx-lm, against the source in each, and float64 is the dense decoder's.
 * **convert -q**: rotated, 4-bit affine. **calibrate**: Hessians in the rotated basis. **trellis**: k = 3, every linear
   layer of the blocks, packed. **trellis --ldlq**: with feedback in tiles, `--fold-channels`, as `--fake-quant`. Each is
   verified; the figure is its mean KL to the source on 256 characters that the calibration does not read. It says that

@@ -32,14 +32,11 @@ template <class Cost> struct Rows {
   Cost *operator[](int i) const { return i < skip ? pair + (size_t)(i & 1) * J : kept + (size_t)(i - skip) * J; }
 };
 
-template <class V, int K> inline void forward(const tq::Trellis &t, const float *x, int first, int n, int renormalise, const Rows<typename V::cost> &rows) {
-  int until = renormalise;
-  for (int i = 0; i < n; i++) {
+// Steps begin .. end-1 of a pass whose step 0 takes input `first`.
+template <class V, int K> inline void forward(const tq::Trellis &t, const float *x, int first, int begin, int end, int renormalise, const Rows<typename V::cost> &rows) {
+  for (int i = begin; i < end; i++) {
     typename V::cost *m = rows[i];
-    if (--until < 0) {
-      subtract_lowest<V>(m, rows.J);
-      until = renormalise - 1;
-    }
+    if (i > 0 && i % renormalise == 0) subtract_lowest<V>(m, rows.J);
     int at = first + i;
     if (at < 0) at += t.block;
     if (at >= t.block) at -= t.block;
@@ -76,17 +73,24 @@ template <class V, int K> void encode_block(const tq::Trellis &t, const float *x
   // Pass 1: free ends, the seam in the middle. It only has to say which suffix stands at the seam.
   Rows<Cost> rows{(Cost *)scratch + 2 * (size_t)J, (Cost *)scratch, J, w};
   for (int j = 0; j < J; j++) rows[0][j] = 0;
-  forward<V, K>(t, x, -w, 2 * w, renormalise, rows);
+  forward<V, K>(t, x, -w, 0, 2 * w, renormalise, rows);
   const Cost *last = rows[2 * w];
   int end = 0;
   for (int j = 1; j < J; j++)
     if (last[j] < last[end]) end = j;
   const int seam = backward<V, K>(t, x, -w, 2 * w, w, rows, end, nullptr);
-  // Pass 2: both ends pinned to that suffix.
+  // Pass 2, pinned to that suffix at both ends, wants for every suffix the best path that began there. Pass 1 has best paths that began anywhere, which cost no more:
+  // so it goes on, half a pass, as if the seam did not matter. If the path that ends at the seam's suffix has also come through it at the seam, it is the best of
+  // those that did, and the one that pass 2 would find, ties included: along it both have the same costs but for a constant, nowhere has pass 2 lower ones. With a
+  // short pass 1 few paths are closed.
+  if (2 * w == T) {
+    forward<V, K>(t, x, -w, 2 * w, T + w, renormalise, rows);
+    if (backward<V, K>(t, x, -w, T + w, w, rows, seam, states) == seam) return;
+  }
   rows.skip = 0;
   for (int j = 0; j < J; j++) rows[0][j] = __builtin_inff();
   rows[0][seam] = 0;
-  forward<V, K>(t, x, 0, T, renormalise, rows);
+  forward<V, K>(t, x, 0, 0, T, renormalise, rows);
   backward<V, K>(t, x, 0, T, 0, rows, seam, states);
 }
 

@@ -12,6 +12,28 @@ static __device__ __forceinline__ uint32_t tq_mul(uint32_t a, uint32_t b) {
   return product;
 }
 
+// a b + c, which the compiler does not take apart to put sums of several together anew.
+static __device__ __forceinline__ uint32_t tq_mul_add(uint32_t a, uint32_t b, uint32_t c) {
+#if defined(__CUDA_ARCH__)
+  uint32_t sum;
+  asm("mad.lo.u32 %0,%1,%2,%3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+#else
+  return a * b + c;
+#endif
+}
+
+// The low (high) half of a register as a signed number; `never` is 0, but no compiler may know it that must not work all halves out beforehand.
+static __device__ __forceinline__ uint32_t tq_half(uint32_t pair, bool high, uint32_t never) {
+#if defined(__CUDA_ARCH__)
+  uint32_t half;
+  asm("prmt.b32 %0,%1,0,%2;" : "=r"(half) : "r"(pair), "r"((high ? 0xBB32u : 0x9910u) | never));
+  return half;
+#else
+  return (uint32_t)(int32_t)(int16_t)((high ? pair >> 16 : pair) | never);
+#endif
+}
+
 // min(a + b, c), one instruction from compute capability 9.0 on.
 static __device__ __forceinline__ uint32_t tq_add_min(uint32_t a, uint32_t b, uint32_t c) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

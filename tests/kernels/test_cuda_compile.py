@@ -59,10 +59,12 @@ def test_every_kernel_compiles(architecture):
 
 
 @pytest.mark.skipif(not HAS_WHEELS, reason="NVIDIA has no compiler for this machine")
-@pytest.mark.parametrize(("architecture", "k"), [("sm_80", 2), ("sm_90", 3), ("sm_100", 4)])
-def test_the_encoder_compiles(architecture, k):
-    levels = codes.levels("mul1", 12)
-    call = CUDA_ENCODER.call(encode_problem(1000, levels, window=12, k=k))
+@pytest.mark.parametrize(
+    ("architecture", "window", "k"),
+    [("sm_80", 12, 1), ("sm_90", 12, 3), ("sm_100", 14, 4), ("sm_90", 14, 3), ("sm_90", 16, 3), ("sm_100", 16, 2)],
+)
+def test_the_encoder_compiles(architecture, window, k):
+    call = CUDA_ENCODER.call(encode_problem(1000, codes.levels("mul1", window), window=window, k=k))
     assert len(nvrtc.compile_text(nvrtc.text(call, ["int16", "int16", "uint32"]), architecture)) > 1000
 
 

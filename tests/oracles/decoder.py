@@ -82,7 +82,7 @@ def attention(
         parts = [linear(weights, f"{stem}.{p}_proj", x) for p in ("q", "k", "v")]
     q, k, v = (split(part, n) for part, n in zip(parts, (n_heads, n_kv, n_kv), strict=True))
     gate = None
-    if config["model_type"] == delta_net.KIND:  # beside each head's query the gates of its output
+    if config["model_type"] in delta_net.KINDS:  # beside each head's query the gates of its output
         q, gate = np.split(q, 2, axis=-1)
     if f"{stem}.q_norm.weight" in weights:
         q = rms_norm(q, weights[f"{stem}.q_norm.weight"], config)
@@ -142,7 +142,7 @@ def random_config(model_type: str, *, tied: bool = True, **changes: Any) -> dict
     }
     if model_type == "granite":
         config |= dict(zip(MULTIPLIERS, (3.0, 0.11, 0.4, 5.0), strict=True))
-    if model_type == delta_net.KIND:
+    if model_type in delta_net.KINDS:
         config |= delta_net.SIZES | {"partial_rotary_factor": 0.5}
     return config | (experts.config_of(model_type) if model_type in experts.BLOCKS else {}) | changes
 
@@ -157,7 +157,7 @@ def random_weights(config: dict[str, Any], *, seed: int) -> Weights:
         "qwen2",
         "phi3",
         "mixtral",
-        delta_net.KIND,
+        *delta_net.KINDS,
     )
     qkv_bias = family == "qwen2" or attention_bias
     mlp_bias = bool(config.get("mlp_bias", False)) and family in HAVE_MLP_BIAS
@@ -179,14 +179,14 @@ def random_weights(config: dict[str, Any], *, seed: int) -> Weights:
         is_delta = delta_net.is_linear(config, layer)
         if is_delta:
             weights |= delta_net.random_layer(config, f"{stem}.linear_attn", rng)
-        elif family in ("qwen3", "qwen3_moe", "gemma3_text", delta_net.KIND):
+        elif family in ("qwen3", "qwen3_moe", "gemma3_text", *delta_net.KINDS):
             weights[f"{stem}.self_attn.q_norm.weight"] = gain(d)
             weights[f"{stem}.self_attn.k_norm.weight"] = gain(d)
         is_sparse = experts.is_sparse(config, layer)
         if is_sparse:
             weights |= experts.random_experts(config, layer, rng)
         apart = (
-            ("self_attn.q_proj", 2 * query if family == delta_net.KIND else query, hidden, qkv_bias),
+            ("self_attn.q_proj", 2 * query if family in delta_net.KINDS else query, hidden, qkv_bias),
             ("self_attn.k_proj", key_value, hidden, qkv_bias),
             ("self_attn.v_proj", key_value, hidden, qkv_bias),
             ("self_attn.o_proj", hidden, query, attention_bias),
@@ -200,7 +200,9 @@ def random_weights(config: dict[str, Any], *, seed: int) -> Weights:
             ("mlp.gate_up_proj", 2 * inter, hidden, False),
             ("mlp.down_proj", hidden, inter, False),
         )
-        present = fused if family == "phi3" else apart[4:] if is_delta else apart[:4] if is_sparse else apart
+        present = apart[4 if is_delta else 0 : 4 if is_sparse else None]
+        if family == "phi3":
+            present = fused
         for module, n_out, n_in, bias in present:
             weights[f"{stem}.{module}.weight"] = heavy(n_out, n_in)
             if bias:

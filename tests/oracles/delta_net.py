@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Weights = dict[str, NDArray[np.float64]]
-KIND = "qwen3_5"
+KINDS = ("qwen3_5", "qwen3_5_moe")
 SIZES = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -29,7 +29,7 @@ _CENTRED = tuple(
 
 def plain(weights: Weights, config: dict[str, Any]) -> Weights:
     """``weights`` under the names of the text model alone, gains as they are, convolutions ``[channels, k]``."""
-    if config["model_type"] != KIND:
+    if config["model_type"] not in KINDS:
         return weights
     is_centred = any("conv1d" in name and array.shape[-1] != 1 for name, array in weights.items())
     found = {}
@@ -46,7 +46,7 @@ def plain(weights: Weights, config: dict[str, Any]) -> Weights:
 
 
 def is_linear(config: dict[str, Any], layer: int) -> bool:
-    return config["model_type"] == KIND and (layer + 1) % config["full_attention_interval"] != 0
+    return config["model_type"] in KINDS and (layer + 1) % config["full_attention_interval"] != 0
 
 
 def mix(weights: Weights, config: dict[str, Any], stem: str, x: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -216,6 +216,17 @@ def test_every_spelling_of_experts_gives_the_same_bytes(mixture: Path, tmp_path:
     assert raw_tensors(first) == raw_tensors(second)
 
 
+def test_a_spelling_that_mlx_lm_does_not_read_is_calibrated_too(mixture: Path, tmp_path: Path) -> None:
+    apart = write_hybrid(tmp_path / "apart", experts=True)
+    made = []
+    for source in (mixture, apart):
+        out = tmp_path / f"hessians-{len(made)}"
+        request = CalibrationRequest(source=str(source), out=out, text=TEXT, rows=2, context=24, rotation_seed=1)
+        made.append(calibrate(plan_calibration(request)))
+    assert made[0].inputs == made[1].inputs
+    assert made[0].files == made[1].files
+
+
 def test_bytes_of_a_mixture_are_those_of_mlx_lm_convert(mixture: Path, tmp_path: Path) -> None:
     """Routers, and what decides how much of the shared expert counts, at eight bits in both."""
     convert(mixture, tmp_path / "ours")

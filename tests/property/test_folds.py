@@ -71,6 +71,7 @@ FOLDED: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {}),
     ("mixtral", {}),
     ("qwen3_5", {}),
+    ("qwen3_5_moe", {}),
 ]
 
 

@@ -88,7 +88,7 @@ class _Norm64(torch.nn.Module):
 
 def transformers_logits(folder: Path, tokens: list[int] = TOKENS) -> Logits:
     """Logits of the folder's model in float32, through transformers; through mlx-lm where only that can read it."""
-    if json.loads((folder / "config.json").read_text())["model_type"] == "qwen3_5":
+    if json.loads((folder / "config.json").read_text())["model_type"].startswith("qwen3_5"):
         if any(name.startswith("language_model.") for name in load_file(folder / "model.safetensors")):
             return mlx_logits(folder, tokens)
         return _forward(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval(), tokens)

@@ -227,6 +227,8 @@ def build(case: TinyFamily, *, dtype: torch.dtype = torch.float32) -> PreTrained
 def write_family(folder: Path, case: TinyFamily, *, dtype: torch.dtype = torch.float32) -> Path:
     """The model's folder as transformers writes it, with a tokenizer."""
     build(case, dtype=dtype).save_pretrained(folder)
+    if case.model_type == "qwen3_5_moe":  # as published, which is what mlx-lm reads
+        tiny_hybrid.change(folder, tiny_hybrid.fused(tiny_hybrid.tensors_of(folder)))
     write_bpe(folder)  # transformers rebuilds the tokenizers of some types, as BPE whatever the file says
     assert json.loads((folder / "config.json").read_text())["model_type"] == case.model_type
     return folder

@@ -79,7 +79,9 @@ def test_the_build_installs_the_folders_that_are_read():
     root = sources.source_root()
     read = sorted({f"kernels/{path.parent.name}" for path in root.glob("*/*") if path.parent.name != "cpu"})
     assert read == ["kernels/common", "kernels/cuda", "kernels/metal"]
-    (rule,) = re.findall(r"install\(DIRECTORY ([\w/ ]+) DESTINATION tqtool/kernels/source FILES_MATCHING (.*)\)", rules)
+    (rule,) = re.findall(
+        r"install\(DIRECTORY ([\w/ ]+) DESTINATION tqtool/kernels/source\s+FILES_MATCHING ([^)]*)\)", rules
+    )
     assert sorted(rule[0].split()) == read
     endings = {path.suffix for folder in ("common", "cuda", "metal") for path in (root / folder).iterdir()}
     assert set(re.findall(r'PATTERN "\*(\.\w+)"', rule[1])) == endings

@@ -44,7 +44,8 @@ class StreamedModel:
     def __init__(self, checkpoint: Checkpoint, plan: TransformPlan) -> None:
         self._checkpoint = checkpoint
         self._outputs = {output.name: output for output in plan.outputs}
-        self._model = build_model(checkpoint.path, dict(checkpoint.config))
+        # Not strict: the plan has every weight, also of sources whose spelling mlx-lm does not read.
+        self._model = build_model(checkpoint.path, dict(checkpoint.config), strict=False)
         layers = decoder_layers(self._model)
         if layers is None:
             raise UserError(f"{checkpoint.path}: mlx-lm's {checkpoint.model_type} has no list of layers to calibrate")

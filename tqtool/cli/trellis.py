@@ -85,6 +85,12 @@ def trellis(
     ] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
     threads: Annotated[int, typer.Option("--threads", min=0, help="Encoder threads; 0 is one per core.")] = 0,
+    backend: Annotated[
+        str,
+        typer.Option(
+            "--backend", help="Searches paths: auto, cuda, metal, cpu. Same result; with --ldlq but for rounding."
+        ),
+    ] = "auto",
     check: Annotated[str, typer.Option("--check", help="After writing: forward, load or none.")] = "forward",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact of tqtool at OUT.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan; write nothing.")] = False,
@@ -100,6 +106,7 @@ def trellis(
     from tqtool.pipeline.job import Meter
     from tqtool.pipeline.rules import packed_setting, parse_rule
     from tqtool.pipeline.trellis import TrellisRequest, check_trellis, coded_weights, plan_trellis
+    from tqtool.solve.search import parse_backend
     from tqtool.solve.trellis import TrellisOptions
 
     depth = parse_depth(check)
@@ -133,6 +140,7 @@ def trellis(
         k_map=rates,
         sensitivity=sensitivity,
         k_budget=k_budget,
+        backend=parse_backend(backend),
         sink_weight=SINK_WEIGHT if sink_weight is None else sink_weight,
         tick=meter,
     )

@@ -129,4 +129,15 @@ def is_proven_here() -> bool:
     return mx.cuda.is_available() and mx.device_info(mx.gpu)["compute_capability_major"] == PROVEN_GENERATION
 
 
+SEARCH_HAS_RUN = False
+"""Whether the text of the search, as it stands, has run on a card: set it when it has, clear it with every change.
+
+An earlier text found the CPU's states on 26 × 1030 blocks (docs/log.md, 2026-11-30)."""
+
+
+def is_search_proven_here() -> bool:
+    """Whether ``auto`` may take the search for paths to the card."""
+    return SEARCH_HAS_RUN and is_proven_here()
+
+
 CUDA = cuda_backend(H200)

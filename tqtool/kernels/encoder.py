@@ -22,7 +22,7 @@ class Encoder:
 
     Attributes:
         name: Of the backend.
-        source: The kernel's file.
+        source: The kernel's file for a problem that it supports.
         supports: Why it cannot do a problem, or None.
         launch: Geometry for a problem that it supports.
         blocks_at_once: Blocks of one launch.
@@ -30,21 +30,37 @@ class Encoder:
     """
 
     name: str
-    source: str
+    source: Callable[[EncodeProblem], str]
     supports: Callable[[EncodeProblem], str | None]
     launch: Callable[[EncodeProblem], Launch]
     blocks_at_once: Callable[[EncodeProblem], int]
     run: Runner
 
+    def with_runner(self, run: Runner) -> Encoder:
+        """The same kernels, carried out by ``run``."""
+        return replace(self, run=run)
+
     def call(self, problem: EncodeProblem) -> Call:
         """The call for a problem that is supported."""
         return Call(
             name="viterbi",
-            source=self.source,
+            source=self.source(problem),
             inputs=("x", "levels", "dims"),
             outputs=("states", "history"),
             launch=self.launch(problem),
         )
+
+    def states(self, x: mx.array, levels: mx.array, problem: EncodeProblem) -> mx.array:
+        """States ``[n, 256]`` of inputs ``[n, 256]`` int16 within ±560 that are on the device; nothing waits for them.
+
+        ``problem`` must be supported; its number of blocks is that of ``x``.
+        """
+        step, found = self.blocks_at_once(problem), []
+        for start in range(0, x.shape[0], step):
+            part = x[start : start + step]
+            call = self.call(replace(problem, blocks=part.shape[0]))
+            found.append(self.run(call)([part, levels, dims_array(call.launch.dims)])[0])
+        return found[0] if len(found) == 1 else mx.concatenate(found)
 
     def viterbi_encode(
         self,

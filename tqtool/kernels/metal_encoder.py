@@ -8,7 +8,7 @@ from tqtool.kernels.metal_kernels import ENCODE_SOURCE, encode_blocks_at_once, e
 
 METAL_ENCODER = Encoder(
     name="metal",
-    source=ENCODE_SOURCE,
+    source=lambda problem: ENCODE_SOURCE,
     supports=encode_supports,
     launch=encode_launch,
     blocks_at_once=encode_blocks_at_once,

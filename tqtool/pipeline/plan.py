@@ -249,5 +249,6 @@ def check_memory_bytes(works: Sequence[Work]) -> int:
         match = _LAYER.search(work.output.name)
         layers[match.group() if match else ""] += work.stored_bytes
     outside = layers.pop("", 0)
-    coded = max((work.parameters for work in works if work.quantizer.config_entry() is None), default=0)
+    pieces = (piece for work in works if work.quantizer.config_entry() is None for piece in work.pieces)
+    coded = max((piece.parameters for piece in pieces), default=0)  # experts are decoded one at a time
     return CHECK_BASE_BYTES + outside + max(layers.values(), default=0) + CHECK_TRELLIS_BYTES * coded

@@ -39,6 +39,7 @@ from tqtool.pipeline.convert import StoredDtype, packed_entry, plan_transform
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
 from tqtool.pipeline.rules import Choices, Packed, Rule, resolve, router_rules
 from tqtool.solve.quantizer import Quantizer
+from tqtool.solve.search import Backend, DeviceChoice, choose_device
 from tqtool.solve.trellis import Tick, TrellisOptions
 from tqtool.source.checkpoint import Checkpoint, open_checkpoint
 from tqtool.transform.plan import OutputTensor, TransformPlan
@@ -70,6 +71,7 @@ class TrellisRequest:
         reuse: Artifacts to take tensors from where nothing that decides them differs.
         journal: Folder that keeps finished tensors until the artifact is whole.
         files: Further files of the artifact, relative path → bytes.
+        backend: Where paths are searched; ``options.device`` is what is made of it, module by module.
     """
 
     source: str
@@ -93,6 +95,7 @@ class TrellisRequest:
     k_map: Mapping[str, int] = field(default_factory=dict)
     sensitivity: Sensitivity | None = None
     k_budget: float | None = None
+    backend: Backend = "auto"
     tick: Tick = field(default=lambda weights: None, compare=False)
 
     @property
@@ -170,8 +173,10 @@ def plan_trellis(request: TrellisRequest) -> Job:
         quantizers, uncalibrated = calibrated_affine(quantizers, rest, hessians)
         notes = {name: (*notes.get(name, ()), *uncalibrated.get(name, ())) for name in {*notes, *uncalibrated}}
     rates = rates_of(request.k_map, [str(output.module) for output in coded], request.options.k)
+    devices = {k: _device(request, k) for k in sorted(set(rates.values()))}
     for output in coded:
-        options = replace(request.options, k=rates[str(output.module)])
+        k = rates[str(output.module)]
+        options = replace(request.options, k=k, device=devices[k].device)
         for piece in output.pieces:
             encoder, lines = encoder_of(piece, hessians)
             quantizers[piece.name] = coding.quantizer(piece, options, encoder, target.of(output))
@@ -184,10 +189,14 @@ def plan_trellis(request: TrellisRequest) -> Job:
         config=packed_config(coded, quantizers) if is_packed else {},
         files={**request.files, **({MODEL_FILE: stock_model_source()} if is_packed else {})},
         notes=notes,
-        plan_notes=(*target.notes(), *chosen.counted_notes(), *basis, *mix_notes, *fold_notes),
+        plan_notes=(*target.notes(), *chosen.counted_notes(), *basis, *mix_notes, *fold_notes, *_device_notes(devices)),
         dtype=target.config_dtype,
         default_entry=packed_entry(other),
-        request={**request.to_json(), **({} if hessians is None else {"calibration": hessians.to_json()})},
+        request={
+            **request.to_json(),
+            "backend": {f"k{k}": choice.device for k, choice in devices.items()},
+            **({} if hessians is None else {"calibration": hessians.to_json()}),
+        },
         kind=f"trellis-{request.form}",
         is_stock=not is_packed,
         tags=(_rate_tag(coded, rates), *(("rotated",) if request.rotation_seed is not None else ())),
@@ -227,6 +236,20 @@ def _transform(checkpoint: Checkpoint, request: TrellisRequest) -> TransformPlan
             raise
         hint = "--no-rotate-weights codes the weights as they are (worse: the trellis expects Gaussian weights)"
         raise UserError(error.message, hint=f"{error.hint}; {hint}" if error.hint else hint) from error
+
+
+def _device(request: TrellisRequest, k: int) -> DeviceChoice:
+    options = request.options
+    return choose_device(request.backend, window=options.window, k=k, code=options.code, warmup=options.warmup)
+
+
+def _device_notes(devices: Mapping[int, DeviceChoice]) -> tuple[str, ...]:
+    """Where paths are searched, one line for each device and reason."""
+    found: dict[DeviceChoice, list[str]] = {}
+    for k, choice in devices.items():
+        found.setdefault(choice, []).append(str(k))
+    lines = {choice: f"paths of k = {', '.join(ks)} are searched by {choice.device}" for choice, ks in found.items()}
+    return tuple(f"{line}: {choice.reason}" if choice.reason else line for choice, line in lines.items())
 
 
 def _budgeted(request: TrellisRequest, coded: Sequence[OutputTensor]) -> tuple[TrellisRequest, tuple[str, ...]]:

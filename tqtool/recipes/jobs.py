@@ -149,6 +149,7 @@ def _trellis(part: TrellisPart, rate: int | None, common: dict[str, Any]) -> Tre
         other=other,
         rules=tuple(parse_rule(text, other or OTHER) for text in part.rules),
         k_map=part.k_map,
+        backend=part.backend,
         **common,
     )
 

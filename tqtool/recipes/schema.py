@@ -81,6 +81,9 @@ class TrellisPart(_Part):
     code: str = Field("mul1", description="mul1, 1mad, 3inst, rptc or random.")
     window: int = Field(12, description="State bits: 12, 14 or 16.")
     warmup: int | None = Field(None, description="Steps each side of the seam in a shorter first pass.")
+    backend: Literal["auto", "cuda", "metal", "cpu"] = Field(
+        "auto", description="Where paths are searched. Same result; with ldlq but for the rounding of sums."
+    )
     bits: int | None = Field(None, description="Of modules not on the trellis; default 6, 4 for an untied embedding.")
     group_size: int | None = Field(None, description="Of those; default 64.")
     rules: list[str] = Field(default_factory=list, description="Take modules from the trellis: GLOB=bits:8,group:32.")

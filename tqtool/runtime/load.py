@@ -261,8 +261,10 @@ def _check_trellis(specs: dict[str, TrellisSpec], tensors: dict[str, TensorRef])
                 )
 
 
-def build_model(folder: Path, config: dict[str, Any], activations: Activations = "float") -> nn.Module:
-    """mlx-lm's model of ``folder`` with lazily loaded weights.
+def build_model(
+    folder: Path, config: dict[str, Any], activations: Activations = "float", *, strict: bool = True
+) -> nn.Module:
+    """mlx-lm's model of ``folder`` with lazily loaded weights; ``strict`` is off for whoever fills them in himself.
 
     Raises:
         UserError: int8 activations where no kernel takes them.
@@ -278,7 +280,7 @@ def build_model(folder: Path, config: dict[str, Any], activations: Activations =
         what = f"already quantized, {foreign}, in a way that mlx-lm does not load"
     with _reading(folder, what, is_artifact=is_artifact), _plain_path(folder) as path:
         # Our own classes serve trellis artifacts: the module file inside the artifact is never executed.
-        model, _ = load_model(path, lazy=True, strict=True, model_config={**config, "model_file": None}, **choose)
+        model, _ = load_model(path, lazy=True, strict=strict, model_config={**config, "model_file": None}, **choose)
     return model
 
 

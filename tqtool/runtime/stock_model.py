@@ -233,7 +233,10 @@ class TrellisExperts(nn.Module):  # type: ignore[misc]
         asked: Any = indices.reshape(-1).tolist()
         for place, index in enumerate(asked):
             places.setdefault(index, []).append(place)
-        parts = [self.product(index, rows[mx.array(held)]) for index, held in sorted(places.items())]
+        parts = []
+        for index, held in sorted(places.items()):
+            parts.append(self.product(index, rows[mx.array(held)]))
+            mx.eval(parts[-1])  # so that one expert's weights are alive at a time
         order = mx.array([place for _, held in sorted(places.items()) for place in held])
         y = mx.concatenate(parts)[mx.argsort(order)]
         return y.reshape(*indices.shape, 1, -1)

@@ -22,6 +22,7 @@ from tqtool.mathx.ldl import UpperFactor, feedback_gain, proxy_loss, row_losses
 from tqtool.solve.feedback import (
     GROWTH_LIMIT,
     Attempt,
+    FeedbackResult,
     Trial,
     accepted_damping,
     code_with_feedback,
@@ -30,7 +31,8 @@ from tqtool.solve.feedback import (
 )
 from tqtool.solve.hessian import Hessian
 from tqtool.solve.ldlq_coder import Floats, LdlqOptions, coding_order, fit_stored_scales, trellis_coder
-from tqtool.solve.trellis import TrellisMatrix, encode_weight
+from tqtool.solve.ldlq_device import TileJob, code_tiles
+from tqtool.solve.trellis import TrellisMatrix, encode_weight, row_scales
 
 PLAIN_WARMUP = 16
 """The plain trellis is coded to compare with, in half the time and within half a percent; a fallback is coded fully."""
@@ -92,18 +94,18 @@ def ldlq_encode(name: str, weight: Floats, hessian: Hessian, spec: TrellisSpec, 
 
     def run(factor: UpperFactor) -> Trial:
         headroom = _headroom(factor, spec, options)
-        coder = trellis_coder(name, source, spec, replace(options, headroom=headroom), order)
-        done = code_with_feedback(source, factor, coder, peak_limit=GROWTH_LIMIT * ceiling)
+        taken = replace(options, headroom=headroom)
+        done, found, coded_scales = _coded(name, source, factor, spec, taken, order, GROWTH_LIMIT * ceiling)
         growth = done.peak / ceiling if ceiling else 0.0
         if not done.finished:
             return Trial(result=None, growth=growth, loss=np.nan)
-        words, scales = coder.words.reshape(spec.words_shape), coder.scales
+        words, scales = found.reshape(spec.words_shape), coded_scales
         loss = proxy_loss(done.error, ordered.matrix)
         if options.trellis.refit:
             fitted = refit_under(weight, words, scales, spec, hessian.matrix)
             fitted_loss = proxy_loss(_served(words, fitted, spec) - weight, hessian.matrix)
             scales, loss = (fitted, fitted_loss) if fitted_loss < loss else (scales, loss)
-        refitted = int(np.count_nonzero(scales != coder.scales))
+        refitted = int(np.count_nonzero(scales != coded_scales))
         scattered = float(np.sum(np.square(done.error), dtype=np.float64))
         spread = scattered / plain.squared_error if plain.squared_error else 1.0
         return Trial(result=(words, scales, headroom, refitted), growth=growth, loss=loss, spread=spread)
@@ -126,6 +128,25 @@ def ldlq_encode(name: str, weight: Floats, hessian: Hessian, spec: TrellisSpec, 
         refitted=refitted,
         attempts=attempts,
     )
+
+
+def _coded(
+    name: str,
+    source: Floats,
+    factor: UpperFactor,
+    spec: TrellisSpec,
+    options: LdlqOptions,
+    order: NDArray[np.intp],
+    peak_limit: float,
+) -> tuple[FeedbackResult, NDArray[np.uint32], NDArray[np.float16]]:
+    """One pass, its words and scales: in tiles where the paths are searched, else with the products on the CPU."""
+    if spec.tile and options.trellis.device != "cpu":
+        scales = row_scales(name, source * np.float32(options.headroom or 1.0), spec.k)
+        job = TileJob(weight=source, factor=factor, scales=scales, order=order)
+        (coded,) = code_tiles([job], spec, options.trellis, peak_limits=[peak_limit])
+        return coded.result, coded.words, scales
+    coder = trellis_coder(name, source, spec, options, order)
+    return code_with_feedback(source, factor, coder, peak_limit=peak_limit), coder.words, coder.scales
 
 
 def _headroom(factor: UpperFactor, spec: TrellisSpec, options: LdlqOptions) -> float:

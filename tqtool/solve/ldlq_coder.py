@@ -31,7 +31,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tqtool import native
 from tqtool.errors import UserError
 from tqtool.formats.trellis import TrellisSpec, pack
 from tqtool.mathx import codes
@@ -113,12 +112,9 @@ class TrellisCoder(ColumnCoder):
 
     def _search(self, blocks: NDArray[np.int16], numbers: NDArray[np.intp]) -> Floats:
         """Code blocks ``[n, T]``, keep the words of those that are stored, return code values ``[n, T]``."""
-        code = self._code
-        states, _ = native.viterbi_encode(
-            blocks, self._levels, window=code.window, k=code.k, warmup=code.warmup, threads=code.threads
-        )
+        states = self._code.search(blocks, self._levels)
         stored = numbers < self._spec.n_blocks
-        self.words[numbers[stored]] = pack(states[stored], code.k)
+        self.words[numbers[stored]] = pack(states[stored], self._code.k)
         return self._values[states]
 
 

@@ -24,6 +24,7 @@ from tqtool.formats.trellis import BLOCK, TrellisSpec, check_closed, pack, spec_
 from tqtool.mathx import codes
 from tqtool.solve.quantizer import ConfigEntry, QuantResult, StoredTensor, module_of
 from tqtool.solve.rtn import AffineRtn, cast
+from tqtool.solve.search import Device, search
 
 CHUNK_WEIGHTS = 1 << 21
 """Weights coded between two progress reports: under a second of work, and what bounds the temporaries (about 20 MB)."""
@@ -49,6 +50,7 @@ class TrellisOptions:
         warmup: Steps on each side of the seam in the first pass; None is Algorithm 4 of QTIP (T/2).
         threads: 0 for one per core; does not change the result.
         refit: Refit row scales by least squares after the search.
+        device: Where paths are searched; does not change the result.
     """
 
     k: int
@@ -57,6 +59,7 @@ class TrellisOptions:
     warmup: int | None = None
     threads: int = 0
     refit: bool = True
+    device: Device = "cpu"
 
     def __post_init__(self) -> None:
         spec_for((1, BLOCK), k=self.k, axis=1, window=self.window, code=self.code)  # the same checks, before any work
@@ -64,6 +67,12 @@ class TrellisOptions:
             raise UserError(
                 f"--warmup {self.warmup}: expected 1..{BLOCK // 2} steps", hint="32 or 64 is the usual choice"
             )
+
+    def search(self, inputs: NDArray[np.int16], levels: NDArray[np.int16]) -> NDArray[np.uint16]:
+        """States ``[n, 256]`` of the best paths for ``inputs [n, 256]`` in level units, where ``device`` says."""
+        return search(
+            inputs, levels, window=self.window, k=self.k, warmup=self.warmup, device=self.device, threads=self.threads
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +119,7 @@ def encode_weight(
     for start, stop in row_chunks(spec):
         rows = np.ascontiguousarray(stored[start:stop], np.float32)
         inputs = replace(spec, rows=len(rows)).to_stream(to_levels(rows, scales[start:stop], options.code))
-        states, _ = native.viterbi_encode(
-            inputs, levels, window=options.window, k=options.k, warmup=options.warmup, threads=options.threads
-        )
+        states = options.search(inputs, levels)
         _require_closed(name, states, spec)
         first = start * spec.stride // spec.block
         words[first : first + len(states)] = pack(states, options.k)
@@ -178,10 +185,16 @@ def to_levels(rows: NDArray[np.float32], scales: NDArray[np.float16], code: code
 
     Rounding is float32, half to even: the same on every backend.
     """
+    levels = np.rint(rows * level_factors(scales, code)[:, None])
+    return np.asarray(np.clip(levels, -LEVEL_LIMIT, LEVEL_LIMIT), np.int16)
+
+
+def level_factors(scales: NDArray[np.float16], code: codes.Code) -> NDArray[np.float32]:
+    """Level units per unit of each row ``[n]``; 0 for a row of zeros."""
     with np.errstate(divide="ignore"):
-        factor = np.float32(codes.UNIT[code]) / scales.astype(np.float32)
+        factor: NDArray[np.float32] = np.float32(codes.UNIT[code]) / scales.astype(np.float32)
     factor[scales == 0] = 0
-    return np.clip(np.rint(rows * factor[:, None]), -LEVEL_LIMIT, LEVEL_LIMIT).astype(np.int16)
+    return factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,9 +283,11 @@ class _Trellis:
         return 32 * CHUNK_WEIGHTS + threads * cost_rows + self.encoder.scratch_bytes
 
     def recipe(self, name: str) -> dict[str, Any]:
-        """Code, axis, form and what the encoder adds; not the number of threads."""
-        options = {key: value for key, value in asdict(self.options).items() if key != "threads"}
+        """Code, axis, form and what the encoder adds; not where paths are searched, but where feedback is summed."""
+        options = {key: value for key, value in asdict(self.options).items() if key not in ("threads", "device")}
         encoder = self.encoder.recipe(name)
+        if self.encoder.prefix and self.tile and self.options.device != "cpu":
+            encoder = {**encoder, "products": self.options.device}
         return {"label": self.label, "axis": self.axis, "tile": self.tile, **options, "encoder": encoder}
 
     @property
