@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,22 +12,24 @@ import numpy as np
 import pytest
 
 from tests.support.command import run
-from tests.support.conversions import convert
+from tests.support.conversions import convert, plan
 from tests.support.stock import stock_convert
 from tests.support.tensors import raw_tensors
 from tests.support.tiny_experts import TinyExperts
-from tests.support.tiny_models import write_tiny, write_weights
+from tests.support.tiny_models import Tiny, write_tiny, write_weights
 from tqtool.artifact.reader import open_artifact
 from tqtool.artifact.verify import verify_artifact
 from tqtool.calibration.calibrate import CalibrationRequest, calibrate, plan_calibration
-from tqtool.errors import ArtifactError, UserError
+from tqtool.errors import ArtifactError, NumericalError, SourceError, UserError
 from tqtool.formats.dtypes import DType
+from tqtool.formats.hessians import open_calibration
 from tqtool.formats.manifest import TensorRecord
 from tqtool.formats.trellis import specs_from_config
 from tqtool.native import trellis_expand
 from tqtool.pipeline import execute
 from tqtool.pipeline.calibrated import dampings_of, open_hessians
 from tqtool.pipeline.convert import plan_transform
+from tqtool.pipeline.rules import packed_setting
 from tqtool.pipeline.trellis import TrellisRequest, check_trellis, plan_trellis
 from tqtool.runtime.load import load
 from tqtool.solve.gptq import AffineGptq, GptqOptions
@@ -75,8 +78,130 @@ def test_bytes_are_those_of_mlx_lm_convert(work, tmp_path):
     for name in ("qwen", "stacked"):
         convert(work / name, tmp_path / name)
         assert raw_tensors(tmp_path / name) == raw_tensors(work / "stock-qwen")
+    hint = plan(work / "mixtral", tmp_path / "ours").plan.hints[-1]
+    assert "1 routers keep 8 bits, mlx_lm.convert would pack them at 4; --rule '*.gate=bits:4' gives its bytes" in hint
     convert(work / "mixtral", tmp_path / "as stock", rules=("*.gate=bits:4",))
     assert raw_tensors(tmp_path / "as stock") == raw_tensors(work / "stock-mixtral")
+    assert not any("routers" in line for line in plan(work / "qwen", tmp_path / "q").plan.hints)
+
+
+@pytest.mark.parametrize("packing", [("mxfp8", 8, 32), ("affine", 8, 32), ("mxfp4", 4, 32)], ids=str)
+def test_a_router_that_mlx_lm_protects_is_packed_as_there_whatever_was_asked_for(work, tmp_path, packing):
+    mode, bits, group = packing
+    setting = packed_setting(bits=bits, group_size=group, mode=mode)
+    convert(work / "qwen", tmp_path / "ours", packing=setting)
+    options = {"quantize": True, "q_bits": bits, "q_group_size": group, "q_mode": mode}
+    stock_convert([(work / "qwen", tmp_path / "stock", options)])
+    assert raw_tensors(tmp_path / "ours") == raw_tensors(tmp_path / "stock")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok 7: there are 6 experts"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok: expected a positive integer, found 0"),
+        ({"num_experts_per_tok": -1}, "num_experts_per_tok: expected a positive integer, found -1"),
+        ({"num_experts_per_tok": "2"}, "num_experts_per_tok': expected a whole number, found '2'"),
+        ({"norm_topk_prob": "no"}, "norm_topk_prob': expected true or false, found 'no'"),
+        ({"num_local_experts": 5}, "num_experts 6, num_local_experts 5: loaders would disagree"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_any_work(work, tmp_path, settings, message):
+    folder = shutil.copytree(work / "qwen", tmp_path / "source")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | settings))
+    with pytest.raises(SourceError, match=message):
+        plan(folder, tmp_path / "out")
+
+
+def test_what_transformers_takes_for_granted_is_stated(work, tmp_path):
+    """mlx-lm has no defaults for these; transformers has."""
+    folder = shutil.copytree(work / "qwen", tmp_path / "source")
+    config = json.loads((folder / "config.json").read_text())
+    left_out = ("head_dim", "decoder_sparse_step", "norm_topk_prob")
+    (folder / "config.json").write_text(json.dumps({key: config[key] for key in config if key not in left_out}))
+    stated = plan(folder, tmp_path / "out").config
+    assert {key: stated[key] for key in left_out} == {
+        "head_dim": 32,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": False,
+    }
+
+
+def test_one_layer_in_two_spellings_is_refused(work, tmp_path):
+    folder = write_tiny(tmp_path / "source", QWEN)
+    tensors = QWEN.tensors()
+    names = [f"model.layers.0.mlp.experts.{e}.up_proj.weight" for e in range(QWEN.experts)]
+    stack = np.stack([tensors.pop(name) for name in names])
+    write_weights(folder, tensors | {"model.layers.0.mlp.switch_mlp.up_proj.weight": stack})
+    with pytest.raises(SourceError, match="stored in two ways, stacks and a tensor an expert"):
+        plan(folder, tmp_path / "out")
+
+
+def test_experts_that_are_named_apart_are_shown_their_stacks(work, tmp_path):
+    with pytest.raises(UserError, match="matches no module") as error:
+        convert(work / "qwen", tmp_path / "out", rules=("*.experts.3.*=bits:8",))
+    assert "switch_mlp.gate_proj" in error.value.hint
+
+
+def test_the_manifest_names_the_channels_of_every_expert(work, tmp_path):
+    folder = trellis(
+        work / "qwen", tmp_path / "folded", modules=("all",), hessians=work / "rotated", fold_channels=True
+    )
+    record = record_of(folder, "model.layers.0.mlp.switch_mlp.down_proj.weight")
+    assert len({fold for part in record.parts for fold in part.folds if "channels[" in fold}) > 1
+    assert record.parts[0].folds == record.folds
+
+
+def test_a_model_without_experts_is_recorded_as_before(tmp_path):
+    """Files of version 1 from before there were stacks are read, and nothing of stacks is written into new ones."""
+    write_tiny(tmp_path / "source", Tiny())
+    convert(tmp_path / "source", tmp_path / "out")
+    text = (tmp_path / "out" / "tqtool" / "manifest.json").read_text()
+    assert '"parts"' not in text
+    record = json.loads(text)["tensors"][0]
+    assert set(record) == {
+        *("name", "module", "role", "source", "source_sha256", "key", "folds", "quantizer", "shape", "parameters"),
+        *("stored", "notes", "stats"),
+    }
+    (tmp_path / "text.txt").write_text("\n".join(f"w{3 + n % 300}" for n in range(200)))
+    request = CalibrationRequest(
+        source=str(tmp_path / "source"), out=tmp_path / "h", text=tmp_path / "text.txt", rows=2, context=20
+    )
+    calibrate(plan_calibration(request))
+    body = json.loads((tmp_path / "h" / "calibration.json").read_text())
+    assert "routing" not in body
+    assert set(body["inputs"][0]) == {"key", "file", "modules", "width", "rows", "sinks", "dropped"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda body: body["inputs"][3].update(wider="nothing"), "wider 'nothing' is no input"),
+        (lambda body: body["inputs"][3].update(wider=body["inputs"][3]["key"]), "is no input that it can be a part of"),
+        (lambda body: body["routing"][0]["tokens"].__setitem__(0, 7), r"routing of .*: \[7, "),
+        (lambda body: body["inputs"][3].update(rows=1), "routing of"),
+    ],
+)
+def test_an_edited_calibration_that_contradicts_itself_is_refused(work, tmp_path, change, message):
+    folder = shutil.copytree(work / "plain", tmp_path / "edited")
+    body = json.loads((folder / "calibration.json").read_text())
+    assert body["inputs"][3]["wider"] == body["routing"][0]["router"]
+    change(body)
+    (folder / "calibration.json").write_text(json.dumps(body, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    with pytest.raises(ArtifactError, match=message):
+        open_calibration(folder)
+
+
+def test_a_calibration_that_fails_at_once_leaves_nothing(work, tmp_path):
+    folder = write_tiny(tmp_path / "source", QWEN)
+    tensors = QWEN.tensors()
+    tensors["model.layers.0.mlp.experts.1.up_proj.weight"][0, 0] = np.nan
+    write_weights(folder, tensors)
+    request = CalibrationRequest(source=str(folder), out=tmp_path / "h", text=work / "text.txt", rows=2, context=20)
+    with pytest.raises(NumericalError, match="up_proj"):
+        calibrate(plan_calibration(request))
+    assert not (tmp_path / "h").exists()
 
 
 @pytest.mark.parametrize(("name", "tiny"), [("qwen", QWEN), ("mixtral", MIXTRAL)])

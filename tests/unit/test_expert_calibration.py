@@ -88,7 +88,7 @@ def experts_of_tokens(weights, config, layer, states, norm):
     """Where the oracle sends each token: from the state behind attention, which it computes again."""
     stem = f"model.layers.{layer}"
     entering = norm(states[layer], weights[f"{stem}.input_layernorm.weight"], config)
-    middle = states[layer] + decoder.attention(weights, config, f"{stem}.self_attn", entering)
+    middle = states[layer] + decoder.attention(weights, config, f"{stem}.self_attn", entering, is_turned=True)
     return experts.routes(
         weights, config, layer, norm(middle, weights[f"{stem}.post_attention_layernorm.weight"], config)
     )
@@ -165,7 +165,7 @@ def test_an_expert_that_reads_nothing_is_counted_and_solved_by_rule(tmp_path, ki
     # gate and up can be solved under what all tokens bring; of what down would read nothing is known.
     assert [hessians.has(outputs[module]) for module in (gate, up, down)] == [True, True, False]
     assert np.array_equal(hessians.moments(gate).matrix, hessians.moments(f"{stem}.gate").matrix)
-    assert hessians.notes(outputs[up]) == ("no token was sent to it: calibrated on all tokens of its layer",)
+    assert hessians.notes(outputs[up]) == ("calibrated on all tokens of its layer: none was sent to it",)
     assert hessians.notes(outputs[f"{stem}.experts.1.{experts.NAMES[kind][0]}"]) == ()
 
 

@@ -131,6 +131,7 @@ def stack(**changes: Any) -> TensorRecord:
         rows=[0, 2],
         source_sha256=HASH,
         key=HASH,
+        folds=["· R"],
         quantizer="affine4 g64",
         notes=["no token was sent to it"],
         stats={},

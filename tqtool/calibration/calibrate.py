@@ -155,7 +155,7 @@ def plan_calibration(request: CalibrationRequest) -> CalibrationJob:
             tokens=rows.record.tokens,
             longest=max(sequence.size for sequence in rows.sequences),
             hidden=hidden,
-            top=int(text_config(checkpoint.config).get("num_experts_per_tok") or 1),
+            top=int(text_config(checkpoint.config).get("num_experts_per_tok", 1)),
         ),
     )
     _check_target(job)
@@ -368,14 +368,18 @@ def _write_inputs(out: Path, file: str, inputs: Sequence[_Input], state: State) 
 @contextmanager
 def _only_writer(out: Path) -> Iterator[None]:
     """Hold OUT for this process; the kernel lets go when it dies."""
-    handle = os.open(out / LOCK_NAME, os.O_CREAT | os.O_RDWR)
+    handle, held = os.open(out / LOCK_NAME, os.O_CREAT | os.O_RDWR), False
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ArtifactError(f"{out}: another run is calibrating into it", hint="wait for it") from error
+        held = True
         yield
     finally:
+        if held and all(path.name == LOCK_NAME for path in out.iterdir()):  # it failed before anything was there
+            (out / LOCK_NAME).unlink()
+            out.rmdir()
         os.close(handle)
 
 

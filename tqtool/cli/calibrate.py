@@ -103,4 +103,5 @@ def routing_text(tokens: Sequence[int]) -> str:
     idle = [expert for expert, count in enumerate(tokens) if not count]
     named = ", ".join(map(str, idle[:MOST_NAMED])) + (f" and {len(idle) - MOST_NAMED} more" * (len(idle) > MOST_NAMED))
     unread = f"; no token went to {named}" if idle else ""
-    return f"{len(tokens)} experts read {min(tokens)} to {max(tokens)} tokens each, median {middle}{unread}"
+    each = f"{len(tokens)} experts read {min(tokens)} to {max(tokens)} tokens each, median {middle}"
+    return f"{each if len(tokens) > 1 else f'1 expert read {tokens[0]} tokens'}{unread}"

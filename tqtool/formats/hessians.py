@@ -17,11 +17,19 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from tqtool.errors import ArtifactError, SourceError, UserError
 from tqtool.formats.dtypes import DType
@@ -53,7 +61,15 @@ class InputRecord(_Model):
     rows: Count
     sinks: Count
     dropped: Count
-    wider: str | None
+    wider: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_none(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """``wider`` stands in the file for experts only."""
+        body: dict[str, Any] = dump(self)
+        if self.wider is None:
+            del body["wider"]
+        return body
 
 
 class RoutingRecord(_Model):
@@ -96,9 +112,33 @@ class CalibrationInfo(_Model):
     sink_ratio: float
     dropped: list[DroppedSequence]
     inputs: list[InputRecord]
-    routing: list[RoutingRecord]
+    routing: list[RoutingRecord] = []
     files: dict[str, Sha256]
     tools: dict[str, str]
+
+    @model_serializer(mode="wrap")
+    def _without_empty_routing(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """``routing`` stands in the file for models with experts only."""
+        body: dict[str, Any] = dump(self)
+        if not self.routing:
+            del body["routing"]
+        return body
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> Self:
+        """What an expert read is a part of what its layer's tokens bring, and is counted twice alike."""
+        by_key = {record.key: record for record in self.inputs}
+        for record in self.inputs:
+            whole = None if record.wider is None else by_key.get(record.wider)
+            if record.wider is not None and (whole is None or whole.wider is not None or whole.width != record.width):
+                raise ValueError(f"input {record.key}: wider {record.wider!r} is no input that it can be a part of")
+        for routing in self.routing:
+            stem = f"{routing.block.removesuffix('switch_mlp')}experts."
+            own = [r for r in self.inputs if r.wider is not None and r.key.startswith(stem)]
+            counts = [record.rows + record.sinks + record.dropped for record in own]
+            if routing.router is not None and counts != routing.tokens:
+                raise ValueError(f"routing of {routing.block}: {routing.tokens} tokens, its inputs hold {counts}")
+        return self
 
     def input_of(self, module: str) -> InputRecord | None:
         """The record of what ``module`` reads, or None."""

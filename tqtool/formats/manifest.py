@@ -12,7 +12,16 @@ import json
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from tqtool.errors import ArtifactError
 from tqtool.formats.dtypes import DType
@@ -74,6 +83,7 @@ class PartRecord(_Model):
     rows: Annotated[list[Count], Field(min_length=2, max_length=2)] | None
     source_sha256: Sha256
     key: Sha256 | None
+    folds: list[str]
     quantizer: str
     notes: list[str]
     stats: dict[str, float]
@@ -98,7 +108,15 @@ class TensorRecord(_Model):
     stored: Annotated[list[StoredRecord], Field(min_length=1)]
     notes: list[str]
     stats: dict[str, float]
-    parts: list[PartRecord]
+    parts: list[PartRecord] = []
+
+    @model_serializer(mode="wrap")
+    def _without_empty_parts(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """``parts`` stands in the file for stacks only."""
+        body: dict[str, Any] = dump(self)
+        if not self.parts:
+            del body["parts"]
+        return body
 
     @model_validator(mode="after")
     def _has_a_source(self) -> Self:

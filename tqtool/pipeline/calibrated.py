@@ -96,7 +96,7 @@ class Hessians:
         record = None if output.module is None else self.calibration.info.input_of(output.module)
         if record is None or record.rows + record.sinks or record.wider is None:
             return ()
-        return ("no token was sent to it: calibrated on all tokens of its layer",)
+        return ("calibrated on all tokens of its layer: none was sent to it",)
 
     def moments(self, module: str) -> InputMoments:
         """What was stored for ``module``; ArtifactError if it is not there or damaged."""
@@ -132,7 +132,12 @@ class Hessians:
         info = self.calibration.info
         record = info.input_of(module)
         assert record is not None, "asked for modules that have one"
-        facts = {"file_sha256": info.files[record.file], "input": record.key, "sink_weight": self.sink_weight}
+        facts = {
+            "file_sha256": info.files[record.file],
+            "input": record.key,
+            "rows": record.rows,
+            "sink_weight": self.sink_weight,
+        }
         return facts if record.wider is None else facts | {"wider": record.wider, "wider_share": WIDER_SHARE}
 
     def to_json(self) -> dict[str, Any]:

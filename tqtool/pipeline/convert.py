@@ -20,7 +20,7 @@ from tqtool.pipeline.affine_mix import AffineMix, affine_mix, candidate_packings
 from tqtool.pipeline.allocation import basis_notes
 from tqtool.pipeline.calibrated import SINK_WEIGHT, calibrated_affine, open_hessians
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
-from tqtool.pipeline.rules import Choices, Dense, Packed, Rule, Setting, resolve, router_rules
+from tqtool.pipeline.rules import Choices, Dense, Packed, Rule, Setting, resolve, router_hints, router_rules
 from tqtool.solve.rtn import AffineRtn
 from tqtool.source.checkpoint import Checkpoint, open_checkpoint
 from tqtool.source.mlx_lm_settings import eight_bit_modules
@@ -97,7 +97,7 @@ def plan_convert(request: ConvertRequest) -> Job:
         basis = basis_notes(request.sensitivity, checkpoint, transform, is_trellis=False)
     default: Setting = request.packing or Dense()
     target = StoredDtype(checkpoint, request.dtype)
-    defaults = (*head_rules(transform, request), *router_rules(transform, request.packing))
+    defaults = (*head_rules(transform, request), *router_rules(transform, request.packing, checkpoint.config))
     rules = (*defaults, *request.rules)
     choices = resolve(transform.outputs, default=default, rules=rules, dtype_of=target.of)
     mixed = _mixed(request, transform, choices, target)
@@ -266,10 +266,12 @@ def _stock_hints(request: ConvertRequest, checkpoint: Checkpoint, transform: Tra
     """A line where ``mlx_lm.convert`` would not have done what was asked for."""
     modules = [output.module for output in transform.outputs if output.module is not None]
     globs = [glob for glob in eight_bit_modules(checkpoint.config) if fnmatch.filter(modules, glob)]
+    routers = router_hints(transform, request.packing, checkpoint.config, request.rules)
     if request.packing is None or not globs:
-        return ()
+        return routers
     rules = " ".join(f"--rule '{glob}=mode:affine,bits:8,group:64'" for glob in globs)
-    return (f"mlx_lm.convert packs {', '.join(globs)} of {checkpoint.model_type} at 8 bits in any case: {rules}",)
+    hint = f"mlx_lm.convert packs {', '.join(globs)} of {checkpoint.model_type} at 8 bits in any case: {rules}"
+    return (hint, *routers)
 
 
 def _require_packed(request: ConvertRequest, transform: TransformPlan, choices: Choices) -> None:

@@ -123,6 +123,7 @@ def _part_record(part: Work, made: Made) -> PartRecord:
         rows=None if output.rows is None else list(output.rows),
         source_sha256=made.source_sha256,
         key=made.key,
+        folds=[str(op) for op in output.ops],
         quantizer=part.quantizer.label,
         notes=list(made.notes),
         stats=_finite_stats(output.name, made.stats),

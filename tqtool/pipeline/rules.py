@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 from tqtool.errors import UserError
 from tqtool.formats.affine import AFFINE_BITS, AFFINE_GROUPS, FP_MODES, Mode
 from tqtool.formats.dtypes import DType
 from tqtool.solve.quantizer import Quantizer
 from tqtool.solve.rtn import AffineRtn, FloatStore
+from tqtool.source.mlx_lm_settings import is_router_at_eight_bits
 from tqtool.transform.plan import OutputTensor, Role, TransformPlan
 
 DEFAULT_BITS = 4
@@ -88,12 +89,13 @@ class Choices:
         return bits if 2 * count > weights.total() else None
 
 
-def router_rules(transform: TransformPlan, packing: Packed | None) -> tuple[Rule, ...]:
+def router_rules(transform: TransformPlan, packing: Packed | None, config: Mapping[str, Any]) -> tuple[Rule, ...]:
     """``ROUTER_BITS`` for every router that ``packing`` would give fewer; the user's rules still win.
 
-    mlx-lm does so for the families that say it (qwen3_moe), and packs the routers of others (mixtral) like the rest.
+    mlx-lm does so whatever was asked for where the family says it (qwen3_moe), and packs the routers of others
+    (mixtral) like the rest, which ``router_hints`` says.
     """
-    if packing is None or packing.bits >= ROUTER_BITS:
+    if packing is None or (packing.bits >= ROUTER_BITS and not is_router_at_eight_bits(config)):
         return ()
     rules = []
     for output in transform.outputs:
@@ -104,6 +106,24 @@ def router_rules(transform: TransformPlan, packing: Packed | None) -> tuple[Rule
         elif output.role is Role.ROUTER and output.module is not None:
             rules.append(Rule(glob=output.module, setting=Dense(), text=f"{output.module}=float"))
     return tuple(rules)
+
+
+def router_hints(
+    transform: TransformPlan, packing: Packed | None, config: Mapping[str, Any], rules: Sequence[Rule]
+) -> tuple[str, ...]:
+    """A line where routers keep more bits than ``mlx_lm.convert`` gives them."""
+    if packing is None or packing.bits >= ROUTER_BITS or is_router_at_eight_bits(config):
+        return ()
+    kept = [
+        output for output in transform.outputs if output.role is Role.ROUTER and matching_rule(output, rules) is None
+    ]
+    if not kept or kept[0].module is None:
+        return ()
+    name = kept[0].module.rpartition(".")[2]
+    return (
+        f"{len(kept)} routers keep {ROUTER_BITS} bits, mlx_lm.convert would pack them at {packing.bits}; "
+        f"--rule '*.{name}=bits:{packing.bits}' gives its bytes",
+    )
 
 
 def packed_setting(
@@ -239,6 +259,9 @@ def _require_matches(outputs: Sequence[OutputTensor], rules: Sequence[Rule]) -> 
 def near_names(glob: str, names: Sequence[str], limit: int = 4) -> list[str]:
     """Names most like ``glob``, layers folded into one: what the user may have meant."""
     patterns = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+    stacks = [pattern for pattern in patterns if ".switch_mlp." in pattern]
+    if "expert" in glob and "shared" not in glob and stacks:  # all experts of a layer are one module
+        return stacks[:limit]
     wanted = re.sub(r"\.\d+\.", ".*.", glob).strip("*.")
     by_tail = {pattern: pattern.split(".")[-1] for pattern in patterns}
     close = difflib.get_close_matches(wanted, patterns, n=limit, cutoff=0.5)

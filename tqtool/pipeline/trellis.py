@@ -155,7 +155,11 @@ def plan_trellis(request: TrellisRequest) -> Job:
     request, mix_notes = _budgeted(request, coded)
     target = StoredDtype(checkpoint, None)
     other = request.other or OTHER
-    rules = (*default_rules(transform, request.other), *router_rules(transform, other), *request.rules)
+    rules = (
+        *default_rules(transform, request.other),
+        *router_rules(transform, other, checkpoint.config),
+        *request.rules,
+    )
     choices = resolve(transform.outputs, default=other, rules=rules, dtype_of=target.of)
     hessians = _hessians(request, checkpoint, transform)
     fold_notes: tuple[str, ...] = ()

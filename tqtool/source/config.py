@@ -20,10 +20,15 @@ _FIELD_TYPES: Final[tuple[tuple[str, tuple[type, ...], tuple[str, ...]], ...]] =
         (
             *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
             *("head_dim", "vocab_size", "max_position_embeddings"),
+            *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
         ),
     ),
     ("a number", (int, float), ("rms_norm_eps", "rope_theta")),
-    ("true or false", (bool,), ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")),
+    (
+        "true or false",
+        (bool,),
+        ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob"),
+    ),
     ("an object", (dict,), ("rope_scaling", "rope_parameters")),
     ("a string", (str,), ("hidden_act", "torch_dtype", "dtype")),
 )

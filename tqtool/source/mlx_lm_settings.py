@@ -22,12 +22,19 @@ _STATED: Final[Mapping[str, Mapping[str, Any]]] = {
         "mlp_bias": False,
     },
     "qwen3": {"head_dim": 128},
-    "qwen3_moe": {"head_dim": 128, "mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": False},
+    "qwen3_moe": {
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": False,
+        "num_experts_per_tok": 8,
+    },
+    "mixtral": {"num_experts_per_tok": 2},
 }
 # mlx-lm divides hidden_size by the heads here, whatever head_dim says.
 _NO_HEAD_DIM: Final = frozenset({"granite", "mixtral", "phi3", "qwen2"})
 _NO_ATTENTION_BIAS: Final = frozenset({"qwen3", "qwen3_moe"})
 _NO_ROPE_SCALING: Final = frozenset({"mixtral", "qwen3_moe"})
+_ROUTERS_AT_EIGHT: Final = frozenset({"qwen3_moe", "qwen3_5_moe"})
 _PHI3_ROPE: Final = ("longrope", "su")
 # ``mlx_lm.convert`` packs these at 8 bits whatever was asked for: their weights are small, nvfp4's scales would vanish.
 _EIGHT_BITS: Final = {"granite": ("*.o_proj", "*.down_proj", "lm_head")}
@@ -39,9 +46,17 @@ def stated_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     stated = {key: value for key, value in _STATED.get(kind, {}).items() if config.get(key) is None}
     if kind == "qwen3_moe" and config.get("num_experts") is None and "num_local_experts" in config:
         stated["num_experts"] = config["num_local_experts"]  # as transformers 5 calls it
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if kind == "qwen3_moe" and config.get("head_dim") is None and hidden and heads:
+        stated["head_dim"] = hidden // heads  # no number of its own in transformers, unlike qwen3
     if kind == "phi3" and scaling and "type" not in scaling and "rope_type" in scaling:
         stated["rope_scaling"] = {**scaling, "type": scaling["rope_type"]}  # transformers 5 calls it so
     return stated
+
+
+def is_router_at_eight_bits(config: Mapping[str, Any]) -> bool:
+    """Whether ``mlx_lm.convert`` packs the routers of this family affine at 8 bits in groups of 64 in any case."""
+    return config.get("model_type") in _ROUTERS_AT_EIGHT
 
 
 def eight_bit_modules(config: Mapping[str, Any]) -> tuple[str, ...]:

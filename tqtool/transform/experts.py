@@ -2,7 +2,7 @@
 
 mlx-lm runs the experts of a layer as three stacks ``[experts, out, in]`` and stores them so; other checkpoints have a
 tensor an expert, or gate and up of all experts in one. All are claimed, and a stack's parts always go by the names of
-the second kind, so that a calibration of one fits the other.
+the second kind, so that calibrations of both hold the same bytes under the same names.
 """
 
 from __future__ import annotations
@@ -50,8 +50,27 @@ class Experts:
         return layer not in dense and (layer + 1) % step == 0
 
     def count_key(self, config: Mapping[str, Any]) -> str:
-        """The field that says how many experts there are."""
-        return next((key for key in self.count_keys if config.get(key) is not None), self.count_keys[0])
+        """The field that says how many experts there are; SourceError where two say different numbers."""
+        stated = [key for key in self.count_keys if config.get(key) is not None]
+        if len({config[key] for key in stated}) > 1:
+            told = ", ".join(f"{key} {config[key]!r}" for key in stated)
+            raise SourceError(f"config.json: {told}: loaders would disagree", hint="keep the one that is true")
+        return stated[0] if stated else self.count_keys[0]
+
+    def require_one_spelling(self, layer: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise SourceError where some experts of ``layer`` are stacked and some are not: no loader reads that."""
+        stem = f"model.layers.{layer}.{self.block}"
+        fused = (f"{stem}.experts.gate_up_proj", f"{stem}.experts.down_proj")
+        spellings = {
+            "stacks": [self.stack_name(layer, role) in shapes for role in STACKS],
+            "gate and up in one": [name in shapes for name in fused],
+            "a tensor an expert": [f"{stem}.experts.0.{self.names[role]}.weight" in shapes for role in STACKS],
+        }
+        mixed = [spelling for spelling, present in spellings.items() if any(present)]
+        if len(mixed) > 1:
+            raise SourceError(
+                f"{stem}: its experts are stored in two ways, {' and '.join(mixed)}", hint="store them in one"
+            )
 
     def router(self, layer: int) -> str:
         """Module of the layer's router."""

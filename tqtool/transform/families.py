@@ -102,7 +102,6 @@ FAMILIES: dict[str, Family] = {
         Family(
             model_type="qwen3_moe",
             qk_norm=True,
-            head_dim=128,
             experts=Experts(
                 block="mlp",
                 names=QWEN_EXPERT,

@@ -294,6 +294,10 @@ def _layer_experts(
 ) -> Iterator[Parameter]:
     count_key = experts.count_key(config)
     count, width = _size(config, count_key), _size(config, experts.width_key)
+    top = _size(config, "num_experts_per_tok")
+    if top > count:
+        raise SourceError(f"config.json: num_experts_per_tok {top}: there are {count} experts ({count_key})")
+    experts.require_one_spelling(layer, shapes)
     found = shapes.get(experts.stack_name(layer, Role.GATE), (len(shapes),))[0]
     if count > found:  # before listing their tensors: the number may be absurd
         raise SourceError(
