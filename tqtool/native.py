@@ -171,11 +171,11 @@ def trellis_matvec(
 ) -> NDArray[np.float32]:
     """``x [m, in]`` times the transposed weight: float32 ``[m, out]``.
 
-    Each weight is decoded once for all m rows; in tiles once for every four of them.
+    A weight is decoded once for every four rows; where ``stride`` is no multiple of 16, once for all of them.
     """
     y = np.empty((x.shape[0], spec.weight_shape[0]), np.float32)
     try:
-        _native.trellis_matvec(*_arguments(words, scales, spec), spec.axis, np.ascontiguousarray(x), y, threads, force)
+        _native.trellis_matvec(*_arguments(words, scales, spec), np.ascontiguousarray(x), y, threads, force)
     except ValueError as error:
         raise BackendError(f"trellis_matvec: {error}") from error
     return y
@@ -183,10 +183,11 @@ def trellis_matvec(
 
 def _arguments(
     words: NDArray[np.uint32], scales: NDArray[np.float16], spec: TrellisSpec
-) -> tuple[NDArray[np.uint32], NDArray[np.float32], NDArray[np.float32], int, int, int, int, int, str]:
+) -> tuple[NDArray[np.uint32], NDArray[np.float32], NDArray[np.float32], int, int, int, int, int, int, str]:
     table = _table(spec.code, spec.window)
     flat = np.ascontiguousarray(words.reshape(-1))
-    return flat, scales.astype(np.float32), table, spec.stride, spec.tile, spec.k, spec.window, spec.block, spec.code
+    layout = (spec.stride, spec.axis, spec.tile)
+    return flat, scales.astype(np.float32), table, *layout, spec.k, spec.window, spec.block, spec.code
 
 
 @lru_cache(maxsize=8)

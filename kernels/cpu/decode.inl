@@ -1,14 +1,12 @@
-// Body of decode.h's kernels, written once over a decoder D:  D::block(p, words, levels) writes the T levels of one block.
+// Body of decode.h's kernels for any stride, written once over a decoder D:  D::block(p, words, levels) writes the levels of one block.
 // Included inside an anonymous namespace of each instruction set's source.
-
-constexpr int kMaxBlock = 1024;
 
 constexpr int kTile = 16;
 
 // Calls sink(levels, row, col) for every square that holds rows [begin, end); begin is a multiple of kTile.
 template <class D, class Sink> inline void walk_tiles(const tq::Packed &p, size_t begin, size_t end, Sink sink) {
-  const size_t n_words = (size_t)p.block * p.bits / 32, across = p.stride / kTile;
-  alignas(64) float levels[kMaxBlock];
+  const size_t n_words = tq::kBlock / 32 * p.bits, across = p.stride / kTile;
+  alignas(64) float levels[tq::kBlock];
   for (size_t row = begin; row < end; row += kTile)
     for (size_t i = 0; i < across; i++) {
       D::block(p, p.words + (row / kTile * across + i) * n_words, levels);
@@ -25,8 +23,9 @@ template <class D, class Sink> inline void walk(const tq::Packed &p, size_t begi
     });
     return;
   }
-  const size_t T = p.block, n_words = T * p.bits / 32, first = begin * p.stride, last = end * p.stride;
-  alignas(64) float levels[kMaxBlock];
+  constexpr size_t T = tq::kBlock;
+  const size_t n_words = T / 32 * p.bits, first = begin * p.stride, last = end * p.stride;
+  alignas(64) float levels[tq::kBlock];
   for (size_t b = first / T; b * T < last; b++) {
     D::block(p, p.words + b * n_words, levels);
     const size_t block_end = (b + 1) * T < last ? (b + 1) * T : last;
@@ -58,35 +57,7 @@ template <class D> void expand(const tq::Packed &p, float unit, size_t begin, si
   });
 }
 
-// One row of squares at a time: 16 sums for each of its 16 rows, folded once at the end. Columns beyond the matrix meet zeros.
-template <class D> void reduce_tiles(const tq::Packed &p, size_t begin, size_t end, const float *x, size_t m, float *y) {
-  constexpr size_t kVectors = 4;
-  for (size_t first = 0; first < m; first += kVectors) {
-    const size_t n = m - first < kVectors ? m - first : kVectors;
-    alignas(64) float sums[kVectors][kTile][kTile];
-    walk_tiles<D>(p, begin, end, [&](const float *levels, size_t row, size_t col) {
-      if (col == 0) std::memset(sums, 0, sizeof sums);
-      for (size_t i = 0; i < n; i++) {
-        alignas(64) float in[kTile] = {0};
-        const size_t run = p.cols - col < kTile ? p.cols - col : kTile;
-        std::memcpy(in, x + (first + i) * p.cols + col, run * sizeof(float));
-        for (int r = 0; r < kTile; r++)
-          for (int l = 0; l < kTile; l++) sums[i][r][l] += levels[r * kTile + l] * in[l];
-      }
-      if (col + kTile < p.stride) return;
-      for (size_t i = 0; i < n; i++)
-        for (size_t r = 0; r < kTile && row + r < end; r++) {
-          float *sum = sums[i][r];
-          for (int half = kTile / 2; half; half >>= 1)
-            for (int l = 0; l < half; l++) sum[l] += sum[l + half];
-          y[(first + i) * p.rows + row + r] = sum[0] * p.scales[row + r];
-        }
-    });
-  }
-}
-
 template <class D> void reduce(const tq::Packed &p, size_t begin, size_t end, const float *x, size_t m, float *y) {
-  if (p.tile) return reduce_tiles<D>(p, begin, end, x, m, y);
   for (size_t i = 0; i < m; i++)
     for (size_t r = begin; r < end; r++) y[i * p.rows + r] = 0;
   walk<D>(p, begin, end, [&](size_t row, size_t col, const float *levels, size_t n) {

@@ -10,7 +10,8 @@ namespace {
 
 struct Scalar {
   static void block(const tq::Packed &p, const uint32_t *words, float *levels) {
-    const uint32_t T = p.block, n_words = T * p.bits / 32;
+    constexpr uint32_t T = tq::kBlock;
+    const uint32_t n_words = T / 32 * p.bits;
     for (uint32_t t = 0; t < T; t++) {
       const uint32_t state = tq_state(words, n_words, T, t, p.bits, p.window);
       switch (p.code) {
@@ -23,4 +24,4 @@ struct Scalar {
 };
 }  // namespace
 
-const tq::Kernels tq::kernels_scalar = {expand<Scalar>, reduce<Scalar>, scatter<Scalar>};
+const tq::Kernels tq::kernels_scalar = {"scalar", expand<Scalar>, reduce<Scalar>, scatter<Scalar>, nullptr};

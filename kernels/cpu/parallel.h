@@ -1,26 +1,30 @@
-// Work shared out over std::thread: no pool is kept, a call is long against the start of a thread.
+// Work shared out over threads that are kept between calls: a product of a small layer takes less time than a thread's start.
 #pragma once
 #include <atomic>
 #include <cstddef>
 #include <exception>
+#include <functional>
 #include <mutex>
-#include <thread>
-#include <vector>
 
 namespace tq {
 
+size_t hardware_threads();
+
+// Run work() here and on up to `helpers` other threads, and return when all that began have ended; at least here, so a thread that the system does not give,
+// or that wakes up too late, is no loss but of time. work() must not throw. Safe to call from several threads, and in the child of a fork.
+void run_together(size_t helpers, const std::function<void()> &work);
+
 // Run body(begin, end) over [0, count) in pieces of `grain`, on `threads` threads (0: one per core). Each item is computed by exactly
-// one call whatever the number of threads, so results never depend on it. The first exception is rethrown. Where the system gives fewer
-// threads (a limit, no memory for a stack), those there are do all the work, the caller's own at least.
+// one call whatever the number of threads, so results never depend on it. The first exception is rethrown.
 template <class Body> void parallel_for(size_t count, size_t grain, int threads, Body body) {
-  size_t want = threads > 0 ? (size_t)threads : std::thread::hardware_concurrency();
+  size_t want = threads > 0 ? (size_t)threads : hardware_threads();
   const size_t pieces = (count + grain - 1) / grain;
-  if (want < 1) want = 1;
   if (want > pieces) want = pieces;
+  if (want < 1) want = 1;
   std::atomic<size_t> next{0};
   std::exception_ptr failure;
   std::mutex guard;
-  auto run = [&] {
+  auto work = [&] {
     try {
       for (size_t i; (i = next.fetch_add(1)) < pieces;) body(i * grain, i * grain + grain < count ? i * grain + grain : count);
     } catch (...) {
@@ -29,14 +33,7 @@ template <class Body> void parallel_for(size_t count, size_t grain, int threads,
       next = pieces;
     }
   };
-  std::vector<std::thread> crew;
-  try {
-    crew.reserve(want - 1);
-    while (crew.size() + 1 < want) crew.emplace_back(run);
-  } catch (...) {  // a thread that did not start: leaving here would destroy joinable threads, which terminates
-  }
-  run();
-  for (auto &member : crew) member.join();
+  run_together(want - 1, work);
   if (failure) std::rethrow_exception(failure);
 }
 

@@ -6,8 +6,9 @@
 // relative to the largest |x|) are as exact as float32, one is int8 activations. Sums are exact integers to the very end, so that the result does not
 // depend on how the work is shared out, nor on the card.
 //
-// The rows of tiles lie end to end and are cut into as many equal pieces as there are thread blocks. Where a cut goes through a row of tiles, those
-// that have a part of it add their sums up in device memory, and the last to come finishes the row. The warps of a block share its piece in units of
+// The rows of tiles lie end to end and are cut into as many pieces as there are thread blocks. Pieces are WHOLE rows of tiles where that is about as even as
+// equal ones: then a launch is all there is. Where a cut goes through a row of tiles, those that have a part of it add their sums up in device memory, which
+// must be zeros before, and the last to come finishes the row. The warps of a block share its piece in units of
 // four neighbouring tiles. Lane l of a warp decodes rows 2r and 2r+1, r = l/4, of tile l%4: 32 consecutive steps of one trellis block, which are K
 // whole words and one that another lane has. (Clusters of blocks would meet in shared memory. But MLX replays graphs with other kernels in them, and a
 // kernel that takes the place of one with clusters loses the blocks that do not fill a cluster: measured, mlx 0.32.4.)
@@ -25,7 +26,9 @@ struct TqTileDims {
 
 // Where the piece of block b begins, in 1024ths of a row of tiles, and the block that has place q.
 constexpr uint32_t TQ_FINE = 1024;
-static __device__ __forceinline__ uint32_t tq_cut(uint32_t row_tiles, uint32_t b, uint32_t blocks) { return (uint32_t)((unsigned long long)row_tiles * TQ_FINE * b / blocks); }
+template <int WHOLE> static __device__ __forceinline__ uint32_t tq_cut(uint32_t row_tiles, uint32_t b, uint32_t blocks) {
+  return WHOLE ? row_tiles * b / blocks * TQ_FINE : (uint32_t)((unsigned long long)row_tiles * TQ_FINE * b / blocks);
+}
 static __device__ __forceinline__ uint32_t tq_block_of(uint32_t row_tiles, uint32_t q, uint32_t blocks) {
   return (uint32_t)((((unsigned long long)q + 1) * blocks - 1) / ((unsigned long long)row_tiles * TQ_FINE));
 }
@@ -75,8 +78,8 @@ struct TqSum {
   __device__ __forceinline__ long long value() const { return (long long)high * 65536 + low; }
 };
 
-template <int K, int L, int CODE, int MATRICES, int M, int LIMBS, class T, class S>
-static __device__ __forceinline__ void tq_tile(const uint32_t *words0, const S *scales0, const uint32_t *words1, const S *scales1, const T *x, TqTileDims d, uint32_t *out) {
+template <int K, int L, int CODE, int MATRICES, int M, int LIMBS, int WHOLE, class T, class S>
+static __device__ __forceinline__ void tq_tile(const uint32_t *words0, const S *scales0, const uint32_t *words1, const S *scales1, const T *x, TqTileDims d, void *out) {
   constexpr int COLUMNS = LIMBS * M, GROUPS = (COLUMNS + 7) / 8, BLOCK = 8 * K, CELLS = MATRICES * 16 * COLUMNS;  // of a row of tiles
   extern __shared__ __align__(16) unsigned char tq_shared[];
   __shared__ uint32_t largest[M];
@@ -84,7 +87,7 @@ static __device__ __forceinline__ void tq_tile(const uint32_t *words0, const S *
   __shared__ int is_last[2];
   // The compiler is to know that a warp is of one mind about its number.
   const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(~0u, tid >> 5, 0), r = lane >> 2, c = lane & 3;
-  const uint32_t begin0 = tq_cut(d.row_tiles, blockIdx.x, gridDim.x), end0 = tq_cut(d.row_tiles, blockIdx.x + 1, gridDim.x);
+  const uint32_t begin0 = tq_cut<WHOLE>(d.row_tiles, blockIdx.x, gridDim.x), end0 = tq_cut<WHOLE>(d.row_tiles, blockIdx.x + 1, gridDim.x);
   const int tile0 = begin0 / TQ_FINE, tiles = (end0 + TQ_FINE - 1) / TQ_FINE - tile0;
   const uint32_t furthest = (uint32_t)d.row_tiles * d.row_stride * BLOCK - K;  // no tile is read behind the last one; what it holds meets inputs that are 0
   const int units = (d.row_stride + 3) >> 2, sums = tiles * CELLS;
@@ -247,25 +250,27 @@ static __device__ __forceinline__ void tq_tile(const uint32_t *words0, const S *
 
   // Rows of tiles that other blocks have a part of: the first of ours, the last, or both are one.
   __syncthreads();
-  const bool cut[2] = {begin0 % TQ_FINE != 0, end0 % TQ_FINE != 0 && !(tiles == 1 && begin0 % TQ_FINE != 0)};
+  const bool cut[2] = {!WHOLE && begin0 % TQ_FINE != 0, !WHOLE && end0 % TQ_FINE != 0 && !(tiles == 1 && begin0 % TQ_FINE != 0)};
+  if constexpr (!WHOLE) {
 #pragma unroll
-  for (int side = 0; side < 2; side++) {
-    if (!cut[side]) continue;
-    const int tile = side ? tiles - 1 : 0;
-    unsigned long long *place = shared_sums + (size_t)tq_block_of(d.row_tiles, (tile0 + tile) * TQ_FINE, gridDim.x) * CELLS;
-    for (int i = tid; i < CELLS; i += TQ_THREADS) atomicAdd(place + i, (unsigned long long)acc[tile * CELLS + i].value());
-  }
-  __threadfence();
-  __syncthreads();
-  if (tid < 2) {
-    is_last[tid] = 0;
-    if (cut[tid]) {
-      const uint32_t at = (tile0 + (tid ? tiles - 1 : 0)) * TQ_FINE, from_block = tq_block_of(d.row_tiles, at, gridDim.x), to_block = tq_block_of(d.row_tiles, at + TQ_FINE - 1, gridDim.x);
-      is_last[tid] = atomicAdd(arrived + from_block, 1u) == to_block - from_block;
-      __threadfence();
+    for (int side = 0; side < 2; side++) {
+      if (!cut[side]) continue;
+      const int tile = side ? tiles - 1 : 0;
+      unsigned long long *place = shared_sums + (size_t)tq_block_of(d.row_tiles, (tile0 + tile) * TQ_FINE, gridDim.x) * CELLS;
+      for (int i = tid; i < CELLS; i += TQ_THREADS) atomicAdd(place + i, (unsigned long long)acc[tile * CELLS + i].value());
     }
+    __threadfence();
+    __syncthreads();
+    if (tid < 2) {
+      is_last[tid] = 0;
+      if (cut[tid]) {
+        const uint32_t at = (tile0 + (tid ? tiles - 1 : 0)) * TQ_FINE, from_block = tq_block_of(d.row_tiles, at, gridDim.x), to_block = tq_block_of(d.row_tiles, at + TQ_FINE - 1, gridDim.x);
+        is_last[tid] = atomicAdd(arrived + from_block, 1u) == to_block - from_block;
+        __threadfence();
+      }
+    }
+    __syncthreads();
   }
-  __syncthreads();
   for (int e = tid; e < tiles * 16 * M; e += TQ_THREADS) {
     const int m = e / (tiles * 16), at = e - m * tiles * 16, tile = at >> 4, row = tile0 * 16 + at;
     const bool is_cut = (tile == 0 && cut[0]) || (tile == tiles - 1 && cut[1]);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -33,6 +34,15 @@ def cases():
     return sorted(found.items())
 
 
+def variants(call, case, card):
+    """The call; from k=3 on, of a kernel of the tensor cores, also with blocks that meet and with int8 activations."""
+    if not call.source.startswith("cuda/") or case.problem.spec.k < 3:
+        return [call]
+    meeting = cuda_backend(replace(card, meeting_rounds=-1000)).call(case.problem)
+    assert (call.launch.result is None, meeting.launch.result is None) == (True, False)
+    return [call, meeting, cuda_backend(card).call(replace(case.problem, int8=True))]
+
+
 @pytest.mark.skipif(not HAS_WHEELS, reason="NVIDIA has no compiler for this machine")
 @pytest.mark.parametrize("architecture", CARDS)
 def test_every_kernel_compiles(architecture):
@@ -43,8 +53,9 @@ def test_every_kernel_compiles(architecture):
             continue
         call = cuda_backend(CARDS[architecture]).call(case.problem)
         assert call.source == source
-        text = nvrtc.text(call, [FIXED.get(name, case.problem.dtype) for name in call.inputs])
-        assert len(nvrtc.compile_text(text, architecture)) > 1000, case
+        for each in variants(call, case, CARDS[architecture]):
+            text = nvrtc.text(each, [FIXED.get(name, case.problem.dtype) for name in call.inputs])
+            assert len(nvrtc.compile_text(text, architecture)) > 1000, case
 
 
 @pytest.mark.skipif(not HAS_WHEELS, reason="NVIDIA has no compiler for this machine")

@@ -6,16 +6,23 @@ Metal's text under the executor stands for any backend: the layer knows no diffe
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from tests.support.command import run
 from tests.support.metal.device import Shim
+from tests.support.stock_modules import stock_module
+from tqtool.errors import UserError
 from tqtool.formats.trellis import spec_for
+from tqtool.kernels.cuda import CUDA
 from tqtool.kernels.metal import METAL
 from tqtool.runtime import linear
-from tqtool.runtime.gpu_linear import explain, kernel_layer
+from tqtool.runtime.gated_mlp import SILU_MLPS, GatedMLP, fuse_gates
+from tqtool.runtime.gpu_linear import kernel_layer
 from tqtool.runtime.linear import NativeTrellisLinear
+from tqtool.runtime.paths import explain
 from tqtool.runtime.stock_model import code_values
 
 
@@ -75,6 +82,84 @@ def test_a_code_without_formula_is_expanded_by_its_table(layer_class):
     assert (found.path, "rptc has no formula" in found.reason) == ("expand + matmul", True)
 
 
+def mlp_of(name, layers):
+    """mlx-lm's module ``name`` of sizes 32 → 48 → 32 with ``layers`` in it."""
+    made = stock_module(name, hidden=32)
+    made.gate_proj, made.up_proj, made.down_proj = layers
+    return made
+
+
+def layers_of(layer_class, *, bias=False, tile=True):
+    """gate, up and down; the two matrices of other bits where kernels do both."""
+    found = []
+    for number, (shape, k) in enumerate((((48, 32), 3), ((48, 32), 2), ((32, 48), 3))):
+        spec = spec_for(shape, k=k, axis=1, tile=tile)
+        rng = np.random.default_rng(number)
+        layer = layer_class(spec.to_config(), bias=bias, codes=code_values("mul1", 12))
+        layer.weight = mx.array(rng.integers(0, 2**32, spec.words_shape, dtype=np.uint32))
+        layer.scales = mx.array(rng.uniform(0.05, 0.1, spec.rows).astype(np.float16))
+        found.append(layer)
+    return found
+
+
+@pytest.mark.parametrize("name", SILU_MLPS)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_an_mlp_with_gate_and_up_at_once_is_the_stock_one(layer_class, name, rows):
+    stock = mlp_of(name, layers_of(NativeTrellisLinear))
+    model = nn.Module()
+    model.mlp = mlp_of(name, layers_of(layer_class))
+    assert fuse_gates(model) == 1
+    assert type(model.mlp) is GatedMLP
+    assert sorted(dict(tree_flatten(model.parameters()))) == [
+        f"mlp.{layer}.{name}" for layer in ("down_proj", "gate_proj", "up_proj") for name in ("scales", "weight")
+    ]
+    x = mx.array(np.random.default_rng(9).standard_normal((1, rows, 32)).astype(np.float32))
+    y, wanted = model.mlp(x), stock(x)
+    assert y.shape == (1, rows, 32)
+    # Hidden values are below (32 · .1 · 3.5 · 3)² = 1130 and 32 + 10 roundings wrong; 48 of them times .35 are summed.
+    np.testing.assert_allclose(np.array(y), np.array(wanted), rtol=0, atol=48 * 0.35 * 1130 * 2 * 90 * 2.0**-24)
+    paths = {path.module: path.path for path in explain(model, (rows,))}
+    gate = "tile_swiglu" if rows == 1 else "expand + matmul"
+    assert paths == {"mlp.gate_proj": gate, "mlp.up_proj": gate, "mlp.down_proj": paths["mlp.down_proj"]}
+
+
+def test_mlps_that_are_left_as_they_are(layer_class):
+    name = SILU_MLPS[0]
+    model = nn.Module()
+    model.cpu = mlp_of(name, layers_of(NativeTrellisLinear))
+    model.biased = mlp_of(name, layers_of(layer_class, bias=True))
+    model.other = nn.Module()
+    model.other.gate_proj, model.other.up_proj, model.other.down_proj = layers_of(layer_class)
+    assert fuse_gates(model) == 0
+
+
+def test_gates_that_no_kernel_takes_together_are_two_products(layer_class):
+    """Of other bits one kernel does them; of other layouts none."""
+    gate, _, down = layers_of(layer_class)
+    up = layers_of(layer_class, tile=False)[1]
+    mlp = GatedMLP(gate, up, down)
+    x = mx.array(np.random.default_rng(9).standard_normal((1, 1, 32)).astype(np.float32))
+    wanted = down(nn.silu(gate(x)) * up(x))
+    np.testing.assert_allclose(np.array(mlp(x)), np.array(wanted), rtol=1e-5, atol=1e-5)
+    model = nn.Module()
+    model.mlp = mlp
+    assert {path.path for path in explain(model, (1,))} == {"tile", "reduce"}
+
+
+def test_int8_activations_are_taken_where_a_kernel_does():
+    layer = kernel_layer(CUDA, int8=True)
+    tile, other = ({"axis": 1, "tile": True}, {"axis": 1})
+    found = {}
+    for options in (tile, other):
+        made, _ = pair(layer, **options)
+        found[made.kernel_spec.layout] = explain(_holder(made), (1, 4, 5))
+    reasons = [path.reason for path in found["tile"]]
+    assert ["int8 activations" in reason for reason in reasons] == [True, True, False]
+    assert [path.path for path in found["axis1"]] == ["reduce", "reduce", "expand + matmul"]
+    with pytest.raises(UserError, match="int8 activations: only the CUDA kernels"):
+        linear.layer_class_for(mx.Device(mx.cpu), int8=True)
+
+
 def test_which_class_a_device_gets(monkeypatch):
     assert linear.layer_class_for(mx.Device(mx.cpu)) is NativeTrellisLinear
     for has_cuda, generation, name in (
@@ -89,8 +174,6 @@ def test_which_class_a_device_gets(monkeypatch):
 
 
 def _holder(layer):
-    import mlx.nn as nn
-
     holder = nn.Module()
     holder.layer = layer
     return holder

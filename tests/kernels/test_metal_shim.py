@@ -37,7 +37,7 @@ def run(tmp_path):
         name = f"probe{abs(hash(body))}"
         names = ("y", "kept")[: len(outputs)]
         call = Call(name=name, source=str(source), inputs=("x",), outputs=names, launch=launch)
-        return np.array(Shim(tmp_path)(call, [mx.array(X)])[0])
+        return np.array(Shim(tmp_path)(call)([mx.array(X)])[0])
 
     from tqtool.kernels.sources import kernel_text
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tqtool.errors import ArtifactError, UserError
+from tqtool.errors import ArtifactError, BackendError, UserError
 from tqtool.formats.trellis import TrellisSpec, check_closed, pack, spec_for, unpack
 from tqtool.mathx import codes
 from tqtool.native import trellis_expand, trellis_matvec
@@ -18,6 +18,21 @@ from tqtool.native import trellis_expand, trellis_matvec
 
 def random_words(spec: TrellisSpec, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 2**32, (spec.n_blocks, spec.words_per_block), dtype=np.uint32)
+
+
+def instruction_sets() -> list[str]:
+    """Those that this machine has."""
+    spec, found = spec_for((1, 256), k=1, axis=1), []
+    for name in ("avx512", "avx2", "neon", "scalar"):
+        try:
+            trellis_expand(np.zeros(8, np.uint32), np.ones(1, np.float16), spec, force=name)
+            found.append(name)
+        except BackendError:
+            continue
+    return found
+
+
+SETS = instruction_sets()
 
 
 def bit(block: np.ndarray, index: int) -> int:
@@ -76,7 +91,7 @@ SHAPES = [(3, 256), (4, 192), (9, 100), (2, 1536), (5, 577), (1, 1), (7, 4864), 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 @pytest.mark.parametrize("code", codes.CODES)
 def test_expand_and_products_equal_the_table(code: codes.Code, k: int, axis: int, rows: int, cols: int) -> None:
-    """Every instruction set, both axes, blocks that end inside rows, one to five vectors (tiles take four at once)."""
+    """Every instruction set, both axes, blocks that end inside rows, one to seven vectors (taken by fours at most)."""
     rng = np.random.default_rng(rows * 10000 + cols)
     specs = [
         TrellisSpec(k=k, code=code, axis=axis, rows=rows, cols=cols, stride=s) for s in {cols, -(-cols // 256) * 256}
@@ -88,9 +103,9 @@ def test_expand_and_products_equal_the_table(code: codes.Code, k: int, axis: int
         scales = (rng.random(rows) * 3 - 1).astype(np.float16)
         dense = in_rows(codes.values(code, 12)[unpack(words, k, 12)], spec) * scales.astype(np.float32)[:, None]
         weight = dense if axis == 1 else dense.T
-        for force in ("", "scalar"):
+        for force in SETS:
             assert np.array_equal(trellis_expand(words, scales, spec, force=force), dense)
-            for m in (1, 4, 5):
+            for m in (1, 2, 4, 7):
                 x = rng.standard_normal((m, weight.shape[1])).astype(np.float32)
                 y = trellis_matvec(words, scales, spec, x, force=force)
                 # Dot products of n terms: n·eps·|x|·|w| bounds any order of summation; two more for scales.
@@ -105,11 +120,11 @@ def test_tiles_of_another_stride_are_refused_by_the_kernel(what: str, stride: in
     """50 columns are four squares; a fifth would be read and written outside, whatever ``TrellisSpec`` says."""
     native = import_module("tqtool._native")
     words, scales = np.zeros(2 * stride // 16 * 24, np.uint32), np.ones(32, np.float32)
-    shape = (words, scales, np.empty(0, np.float32), stride, 16, 3, 12, 256, "mul1")
+    shape = (words, scales, np.empty(0, np.float32), stride, 1, 16, 3, 12, 256, "mul1")
     out, x = np.empty((32, 50), np.float32), np.ones((5, 50), np.float32)
     call = {
         "expand": lambda: native.trellis_expand(*shape, out, 1, ""),
-        "matvec": lambda: native.trellis_matvec(*shape, 1, x, np.empty((5, 32), np.float32), 1, ""),
+        "matvec": lambda: native.trellis_matvec(*shape, x, np.empty((5, 32), np.float32), 1, ""),
     }[what]
     if fits:
         call()
@@ -118,13 +133,29 @@ def test_tiles_of_another_stride_are_refused_by_the_kernel(what: str, stride: in
         call()
 
 
-def test_products_do_not_depend_on_threads() -> None:
-    for axis, tile in ((0, 0), (1, 0), (1, 16)):
-        spec = TrellisSpec(k=3, axis=axis, rows=300, cols=640, stride=640, tile=tile)
-        words, scales = random_words(spec), np.ones(300, np.float16)
-        x = np.random.default_rng(0).standard_normal((2, spec.weight_shape[1])).astype(np.float32)
-        one = trellis_matvec(words, scales, spec, x, threads=1)
-        assert all(np.array_equal(one, trellis_matvec(words, scales, spec, x, threads=n)) for n in (2, 3, 7))
+@pytest.mark.parametrize("force", SETS)
+@pytest.mark.parametrize("layout", [{"axis": 0}, {"axis": 1}, {"axis": 1, "tile": True}], ids=str)
+@pytest.mark.parametrize("cols", [640, 644])  # whole groups of sixteen, and not
+def test_products_do_not_depend_on_threads(force: str, layout: dict, cols: int) -> None:
+    spec = spec_for((300, cols) if layout["axis"] else (cols, 300), k=3, **layout)
+    words, scales = random_words(spec), np.ones(300, np.float16)
+    x = np.random.default_rng(0).standard_normal((3, spec.weight_shape[1])).astype(np.float32)
+    one = trellis_matvec(words, scales, spec, x, threads=1, force=force)
+    assert all(np.array_equal(one, trellis_matvec(words, scales, spec, x, threads=n, force=force)) for n in (2, 3, 7))
+
+
+@pytest.mark.parametrize("window", [8, 12, 13, 14, 15, 16])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_every_window_is_read_by_every_instruction_set(window: int, k: int) -> None:
+    """The format has windows of 12, 14 and 16; kernels read any, up to 16 bits, round the end of a block too."""
+    native = import_module("tqtool._native")
+    words = np.random.default_rng(window).integers(0, 2**32, (3, 8 * k), dtype=np.uint32)
+    wanted = codes.values("mul1", window)[unpack(words, k, window)]
+    for force in SETS:
+        found = np.empty((3, 256), np.float32)
+        shape = (words.reshape(-1), np.ones(3, np.float32), np.empty(0, np.float32), 256, 1, 0, k, window, 256, "mul1")
+        native.trellis_expand(*shape, found, 1, force)
+        assert np.array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("shape", [(17408, 5120), (5120, 17408), (1536, 576), (4864, 896), (576, 1536)])

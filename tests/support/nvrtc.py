@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tqtool.kernels.backend import Call
-from tqtool.kernels.cuda import text_of
+from tqtool.kernels.cuda import included_texts
 
 # What MLX puts in front of every text, as far as kernels rely on it (its custom_kernel.cpp and utils.cuh).
 BEFORE = """#include <cuda_bf16.h>
@@ -43,17 +43,13 @@ def root() -> Path | None:
 
 def text(call: Call, inputs: Sequence[str]) -> str:
     """The function that MLX writes around the body of ``call`` whose inputs have these dtypes."""
-    source = text_of(call.source)
+    header, body = included_texts(call.source, call.launch.template)
     parameters = [f"const {TYPES[dtype]}* {name}" for name, dtype in zip(call.inputs, inputs, strict=True)]
     outputs = zip(call.outputs, call.launch.outputs, strict=True)
     parameters += [f"{TYPES[output.dtype]}* {name}" for name, output in outputs]
-    template = "".join(
-        f"  using {name} = {TYPES[value]};\n" if isinstance(value, str) else f"  constexpr int {name} = {value};\n"
-        for name, value in call.launch.template
-    )
     return (
-        f"{BEFORE}{source.header}\nnamespace mlx::core::cu {{\n"
-        f"__global__ void kernel({', '.join(parameters)}) {{\n{template}{source.body}\n}}\n}}\n"
+        f"{BEFORE}{header}\nnamespace mlx::core::cu {{\n"
+        f"__global__ void kernel({', '.join(parameters)}) {{\n{body}\n}}\n}}\n"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -18,11 +19,11 @@ from tqtool.kernels.problem import Problem, choose
 FINE = 1024
 
 
-def tile(rows, cols, m=1, fused=False, **trellis):
+def tile(rows, cols, m=1, fused=False, int8=False, **trellis):
     spec = spec_for((rows, cols), axis=1, tile=True, **{"k": 3, **trellis})
     if fused:
-        return Problem(op="swiglu", spec=spec, m=m, dtype="bfloat16", up=spec)
-    return Problem(spec=spec, m=m, dtype="bfloat16")
+        return Problem(op="swiglu", spec=spec, m=m, dtype="bfloat16", up=spec, int8=int8)
+    return Problem(spec=spec, m=m, dtype="bfloat16", int8=int8)
 
 
 def test_squares_go_to_the_tensor_cores_and_everything_else_to_metals_text():
@@ -73,25 +74,30 @@ def test_what_the_tensor_cores_do_not_do_has_a_reason(problem, reason):
     squares=st.integers(1, 1700),
     m=st.integers(1, 4),
     fused=st.booleans(),
+    int8=st.booleans(),
     k=st.integers(1, 4),
     card=st.sampled_from([H200, A100, Card(processors=2, shared_bytes=99 << 10)]),
+    meeting_rounds=st.sampled_from([-1000, 12, 1000]),
 )
-def test_a_launch_fits_the_card_and_leaves_no_unit_out(rows, squares, m, fused, k, card):
+def test_a_launch_fits_the_card_and_leaves_no_unit_out(rows, squares, m, fused, int8, k, card, meeting_rounds):
     cols = 16 * squares - 4
     if rows * squares * 16 >= 1 << 31:
         return
-    problem = tile(rows, cols, m=m, fused=fused, k=k)
-    launch = tile_launch(problem, card)
+    problem = tile(rows, cols, m=m, fused=fused, int8=int8, k=k)
+    launch = tile_launch(problem, replace(card, meeting_rounds=meeting_rounds))
     template = dict(launch.template)
+    limbs = 1 if int8 else LIMBS
     blocks, (threads, _, _) = launch.grid[0] // launch.threadgroup[0], launch.threadgroup
-    row_tiles, units, cells = -(-rows // 16), -(-squares // 4), (2 if fused else 1) * 16 * LIMBS * m
+    row_tiles, units, cells = -(-rows // 16), -(-squares // 4), (2 if fused else 1) * 16 * limbs * m
     assert (threads, template["SQUARES"], template["ROWS"], template["COLS"]) == (512, squares, rows, cols)
     assert launch.threadgroup_bytes + STATIC_BYTES <= card.shared_bytes
     slices = -(-units // template["SLICE"])
     assert (slices - 1) * template["SLICE"] < units
-    x_bytes = template["SLICE"] * 16 * LIMBS * m * 16
+    x_bytes = template["SLICE"] * 16 * limbs * m * 16
     # As the kernel cuts the rows of tiles: every piece fits into the sums, and each cut row knows who has a part of it.
-    cut = lambda b: row_tiles * FINE * b // blocks  # noqa: E731
+    is_whole = template["WHOLE"]
+    assert row_tiles * blocks < 1 << 32 or not is_whole
+    cut = lambda b: row_tiles * b // blocks * FINE if is_whole else row_tiles * FINE * b // blocks  # noqa: E731
     block_of = lambda q: ((q + 1) * blocks - 1) // (row_tiles * FINE)  # noqa: E731
     assert (cut(0), cut(blocks)) == (0, row_tiles * FINE)
     for b in {0, blocks // 3, blocks // 2, blocks - 1}:
@@ -99,7 +105,10 @@ def test_a_launch_fits_the_card_and_leaves_no_unit_out(rows, squares, m, fused, 
         assert begin < end
         tiles = -(-end // FINE) - begin // FINE
         assert tiles * cells * SUM_BYTES + x_bytes <= launch.threadgroup_bytes
-        assert (block_of(begin), block_of(end - 1)) == (b, b)
+        assert is_whole or (block_of(begin), block_of(end - 1)) == (b, b)
+    if is_whole:  # y, and nothing that would have to be zeros before
+        assert (launch.result, launch.outputs[0].shape, launch.outputs[0].dtype) == (None, (m, rows), "bfloat16")
+        return
     words = math.prod(launch.outputs[0].shape)
     assert launch.result is not None
     result_bytes = math.prod(launch.result.shape) * 2

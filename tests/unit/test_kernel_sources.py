@@ -76,7 +76,15 @@ def test_an_installation_without_sources_is_said(tmp_path, monkeypatch):
 
 def test_the_build_installs_the_folders_that_are_read():
     rules = (Path(__file__).parents[2] / "CMakeLists.txt").read_text()
-    assert "install(DIRECTORY kernels/common kernels/metal kernels/cuda DESTINATION tqtool/kernels/source" in rules
+    root = sources.source_root()
+    read = sorted({f"kernels/{path.parent.name}" for path in root.glob("*/*") if path.parent.name != "cpu"})
+    assert read == ["kernels/common", "kernels/cuda", "kernels/metal"]
+    (rule,) = re.findall(
+        r"install\(DIRECTORY ([\w/ ]+) DESTINATION tqtool/kernels/source\s+FILES_MATCHING ([^)]*)\)", rules
+    )
+    assert sorted(rule[0].split()) == read
+    endings = {path.suffix for folder in ("common", "cuda", "metal") for path in (root / folder).iterdir()}
+    assert set(re.findall(r'PATTERN "\*(\.\w+)"', rule[1])) == endings
 
 
 def test_the_wheel_leaves_no_package_out():

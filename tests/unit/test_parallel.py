@@ -36,6 +36,24 @@ resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_IN
 print("same" if np.array_equal(out, expected) else "different")
 """
 
+AFTER_A_FORK = """
+import os
+expected = native.trellis_expand(words, scales, spec, threads=2)
+child = os.fork()
+if child == 0:
+    is_same = np.array_equal(native.trellis_expand(words, scales, spec, threads=2), expected)
+    os._exit(not (is_same and len(os.listdir("/proc/self/task")) == 2))
+print(os.waitpid(child, 0)[1])
+"""
+
+FROM_MANY_THREADS = """
+from concurrent.futures import ThreadPoolExecutor
+expected = native.trellis_expand(words, scales, spec, threads=1)
+with ThreadPoolExecutor(4) as callers:
+    found = list(callers.map(lambda n: native.trellis_expand(words, scales, spec, threads=2 + n % 3), range(24)))
+print(sum(np.array_equal(each, expected) for each in found))
+"""
+
 NO_MEMORY = """
 limit(24 << 20)
 try:
@@ -57,6 +75,15 @@ def answer(script: str, *arguments: str) -> str:
 def test_fewer_threads_than_wanted(spare: int) -> None:
     """Before: std::terminate, as the threads that had started were still joinable."""
     assert answer(NO_THREADS, str(spare)) == "same"
+
+
+def test_the_child_of_a_fork_has_threads_of_its_own() -> None:
+    """Those of the parent are not there, and nobody would wake or end."""
+    assert answer(AFTER_A_FORK) == "0"
+
+
+def test_calls_from_several_threads_at_once() -> None:
+    assert answer(FROM_MANY_THREADS) == "24"
 
 
 def test_an_exception_in_a_worker_reaches_python() -> None:

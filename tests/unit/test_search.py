@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -34,7 +35,9 @@ def card(monkeypatch):
 
     monkeypatch.setattr(cuda, "is_search_proven_here", lambda: True)
     monkeypatch.setattr(module, "is_present", lambda device: device != "metal")
-    monkeypatch.setattr(cuda_encoder, "CUDA_ENCODER", cuda_encoder.CUDA_ENCODER.with_runner(run))
+    monkeypatch.setattr(
+        cuda_encoder, "CUDA_ENCODER", cuda_encoder.CUDA_ENCODER.with_runner(lambda call: partial(run, call))
+    )
     module._refusal.cache_clear()
     yield calls
     module._refusal.cache_clear()
@@ -102,11 +105,11 @@ def test_a_card_that_finds_other_paths_is_left(card, monkeypatch):
     encoder = cuda_encoder.CUDA_ENCODER
 
     def wrong(call, arrays):
-        states = np.array(encoder.run(call, arrays)[0])
+        states = np.array(encoder.run(call)(arrays)[0])
         states[7, 100] ^= 1
         return [states]
 
-    monkeypatch.setattr(cuda_encoder, "CUDA_ENCODER", encoder.with_runner(wrong))
+    monkeypatch.setattr(cuda_encoder, "CUDA_ENCODER", encoder.with_runner(lambda call: partial(wrong, call)))
     reason = "of 16 paths tried here 1 are not the CPU's"
     assert choose_device("auto", **LIKE) == DeviceChoice("cpu", f"cuda: {reason}")
     with pytest.raises(BackendError, match=reason):

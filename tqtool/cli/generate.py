@@ -20,6 +20,13 @@ class Compute(StrEnum):
     EXPAND = "expand"
 
 
+class Activations(StrEnum):
+    """What trellis kernels read of their inputs."""
+
+    FLOAT = "float"
+    INT8 = "int8"
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
@@ -34,6 +41,11 @@ def register(app: typer.Typer) -> None:
         top_p: float = typer.Option(0.0, "--top-p", help="Nucleus sampling; 0 is off."),
         seed: int = typer.Option(0, "--seed", help="Seed of the sampler."),
         compute: Compute = typer.Option(Compute.PACKED, "--compute", help="Keep layers packed, or make them dense."),
+        activations: Activations = typer.Option(
+            Activations.FLOAT,
+            "--activations",
+            help="int8: inputs of CUDA kernels rounded to 8 bits, faster, less exact.",
+        ),
         as_json: bool = typer.Option(False, "--json", help="Print text and statistics as JSON at the end."),
         verbose: bool = typer.Option(False, "--verbose", help="Say on stderr what was loaded."),
         explain: bool = typer.Option(False, "--explain", help="Say on stderr how each trellis layer is computed."),
@@ -55,7 +67,7 @@ def register(app: typer.Typer) -> None:
             top_p=top_p,
             seed=seed,
         )
-        loaded = load(model, compute=compute.value)
+        loaded = load(model, compute=compute.value, activations=activations.value)
         if verbose:
             report = loaded.report
             note(f"{report.path}: {report.n_trellis} trellis layers, {report.compute}, {report.dtype}")
@@ -82,7 +94,7 @@ def note_paths(loaded: LoadedModel) -> None:
     """One line for each way that trellis layers are computed at one row of x and at a prompt of 64."""
     from collections import Counter
 
-    from tqtool.runtime.gpu_linear import explain
+    from tqtool.runtime.paths import explain
 
     found = explain(loaded.model, (1, 64))
     counted = Counter((path.m, path.path, path.reason) for path in found)

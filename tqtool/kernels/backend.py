@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -61,11 +61,18 @@ class Call:
     launch: Launch
 
 
-class Runner(Protocol):
-    """Carries a call out; tests put an executor in place of the device."""
+Ready = Callable[[Sequence[mx.array]], list[mx.array]]
+"""The outputs of one call for its inputs, which are of the same types every time."""
 
-    def __call__(self, call: Call, arrays: Sequence[mx.array]) -> list[mx.array]:
-        """The outputs of ``call`` for its inputs."""
+Product = Callable[[mx.array], mx.array]
+"""The product of x, of one shape and dtype, with matrices that are bound already."""
+
+
+class Runner(Protocol):
+    """Makes a call ready to be carried out; tests put an executor in place of the device."""
+
+    def __call__(self, call: Call) -> Ready:
+        """What carries ``call`` out: all that does not depend on the arrays is done here, once."""
 
 
 class Backend:
@@ -99,26 +106,44 @@ class Backend:
         """The kernel for ``problem``, or the reasons why there is none."""
         return self._choose(problem)
 
+    def bind(self, choice: Choice, shape: tuple[int, ...], packed: Packed, up: Packed | None = None) -> Product:
+        """The chosen kernel for x of ``shape`` ``[..., in]`` and the dtype of the problem, ready to be called often.
+
+        It returns ``x Wᵀ`` as ``[..., out]`` in the type of x, for ``swiglu`` ``silu(x Wᵀ) ⊙ (x Upᵀ)``. Whoever calls
+        it sees to it that x is of that shape and dtype.
+
+        Raises:
+            BackendError: there is no kernel, or shape and matrices are not of the problem that it was chosen for.
+        """
+        kernel, problem = self._require(choice), choice.problem
+        asked = (shape[-1], math.prod(shape[:-1]), packed.spec, None if up is None else up.spec)
+        if asked != (problem.spec.weight_shape[1], problem.m, problem.spec, problem.up):
+            raise BackendError(f"the kernel {kernel.name} was chosen for another problem: {problem}")
+        call = self.call(problem)
+        matrices = [packed.words, packed.scales, *(() if up is None else (up.words, up.scales))]
+        fixed = [*matrices, dims_array(call.launch.dims)] if "dims" in call.inputs else matrices
+        launch, whole = call.launch, (*shape[:-1], problem.spec.weight_shape[0])
+        if launch.result is None and len(launch.outputs[0].shape) == 2:
+            # The kernel writes y and nothing else: in the shape that is wanted.
+            launch = replace(launch, outputs=(replace(launch.outputs[0], shape=whole), *launch.outputs[1:]))
+            run = self.run(replace(call, launch=launch))
+            return lambda x: run([x, *fixed])[0]
+        run = self.run(call)
+        return lambda x: self._result(run([x, *fixed])[0], launch, problem.dtype).reshape(whole)
+
     def product(self, choice: Choice, x: mx.array, packed: Packed) -> mx.array:
         """``x [..., in]`` → ``[..., out]`` in the type of x, by the chosen kernel.
 
         Raises:
             BackendError: there is none, or ``x`` and the matrix are not of the problem that it was chosen for.
         """
-        self._check(choice, x, packed.spec, None)
-        call, sizes = self._prepared(choice.problem)
-        (y,) = self._carry_out(call, [x.reshape(-1, x.shape[-1]), packed.words, packed.scales, *sizes])
-        if y.ndim == 3:  # one part for each split of the inputs
-            y = y[0] if y.shape[0] == 1 else self._add_up(y, choice.problem.dtype)
-        return y.reshape(*x.shape[:-1], -1)
+        self._check_dtype(choice, x)
+        return self.bind(choice, x.shape, packed)(x)
 
     def swiglu(self, choice: Choice, x: mx.array, gate: Packed, up: Packed) -> mx.array:
         """``silu(x Gateᵀ) ⊙ (x Upᵀ)``, ``[..., in]`` → ``[..., out]`` in the type of x; errors as ``product``."""
-        self._check(choice, x, gate.spec, up.spec)
-        call, sizes = self._prepared(choice.problem)
-        flat = x.reshape(-1, x.shape[-1])
-        (y,) = self._carry_out(call, [flat, gate.words, gate.scales, up.words, up.scales, *sizes])
-        return y.reshape(*x.shape[:-1], -1)
+        self._check_dtype(choice, x)
+        return self.bind(choice, x.shape, gate, up)(x)
 
     def expand(self, packed: Packed, dtype: mx.Dtype) -> mx.array:
         """The stored matrix ``[rows, cols]``, rounded once to ``dtype``.
@@ -127,21 +152,21 @@ class Backend:
             BackendError: the code has no formula, or the matrix is too large for the kernel.
         """
         problem = Problem(op="expand", spec=packed.spec, m=0, dtype=_name(dtype, "expand to"))
-        call, sizes = self._prepared(problem)
-        (dense,) = self.run(call, [packed.words, packed.scales, *sizes])
+        run, sizes = self._prepared(problem)
+        (dense,) = run([packed.words, packed.scales, *sizes])
         return dense
 
-    def _carry_out(self, call: Call, arrays: list[mx.array]) -> list[mx.array]:
-        """The outputs; of one that holds more than the result, that."""
-        found, result = self.run(call, arrays), call.launch.result
-        if result is None:
-            return found
-        dtype, count = _DTYPES[result.dtype], math.prod(result.shape)
-        return [found[0][: -(-count * dtype.size // 4)].view(dtype)[:count].reshape(result.shape), *found[1:]]
+    def _result(self, found: mx.array, launch: Launch, dtype: Dtype) -> mx.array:
+        """y, of an output that holds more than y, or parts of it."""
+        result = launch.result
+        if result is not None:
+            kind, count = _DTYPES[result.dtype], math.prod(result.shape)
+            return found[: -(-count * kind.size // 4)].view(kind)[:count]
+        return found[0] if found.shape[0] == 1 else self._add_up(found, dtype)  # a part for each split of the inputs
 
     def _add_up(self, parts: mx.array, dtype: Dtype) -> mx.array:
         call = self._sum_parts(parts.shape, dtype)
-        (y,) = self.run(call, [parts, dims_array(call.launch.dims)])
+        (y,) = self.run(call)([parts, dims_array(call.launch.dims)])
         return y
 
     def _choose_afresh(self, problem: Problem) -> Choice:
@@ -158,45 +183,46 @@ class Backend:
             launch=kernel.launch(problem),
         )
 
-    def _prepare(self, problem: Problem) -> tuple[Call, tuple[mx.array, ...]]:
-        """The call, and its sizes where the kernel reads them."""
+    def _prepare(self, problem: Problem) -> tuple[Ready, tuple[mx.array, ...]]:
+        """The call made ready, and its sizes where the kernel reads them."""
         call = self.call(problem)
-        return call, (dims_array(call.launch.dims),) if "dims" in call.inputs else ()
+        return self.run(call), (dims_array(call.launch.dims),) if "dims" in call.inputs else ()
 
     def _require(self, choice: Choice) -> Kernel:
         if choice.kernel is None:
             raise BackendError(f"no {self.name} kernel: {choice.reason}")
         return choice.kernel
 
-    def _check(self, choice: Choice, x: mx.array, spec: TrellisSpec, up: TrellisSpec | None) -> None:
-        kernel, problem = self._require(choice), choice.problem
-        asked = (x.shape[-1], x.size // x.shape[-1], _NAMES.get(x.dtype), spec, up)
-        if asked != (problem.spec.weight_shape[1], problem.m, problem.dtype, problem.spec, problem.up):
-            raise BackendError(f"the kernel {kernel.name} was chosen for another problem: {problem}")
+    def _check_dtype(self, choice: Choice, x: mx.array) -> None:
+        if _NAMES.get(x.dtype) != choice.problem.dtype:
+            raise BackendError(f"x is {x.dtype}, chosen for another problem: {choice.problem}")
 
 
-def problem_of(x: mx.array, packed: Packed, up: Packed | None = None) -> Problem:
+def problem_of(x: mx.array, packed: Packed, up: Packed | None = None, *, int8: bool = False) -> Problem:
     """The problem that ``x [..., in]`` poses; BackendError if its dtype is none that kernels read."""
     m, dtype = x.size // x.shape[-1], _name(x.dtype, "x is")
     if up is None:
-        return Problem(spec=packed.spec, m=m, dtype=dtype)
-    return Problem(op="swiglu", spec=packed.spec, m=m, dtype=dtype, up=up.spec)
+        return Problem(spec=packed.spec, m=m, dtype=dtype, int8=int8)
+    return Problem(op="swiglu", spec=packed.spec, m=m, dtype=dtype, up=up.spec, int8=int8)
 
 
-def launch_through_mlx(kernel: Any, call: Call, arrays: Sequence[mx.array], *, verbose: bool = False) -> list[mx.array]:
-    """Call MLX's ``kernel`` object, of ``mx.fast.metal_kernel`` or ``cuda_kernel``; ``verbose`` prints its text."""
-    launch = call.launch
-    done: list[mx.array] = kernel(
-        inputs=list(arrays),
-        template=[(name, _DTYPES[value] if isinstance(value, str) else value) for name, value in launch.template],
-        grid=launch.grid,
-        threadgroup=launch.threadgroup,
-        output_shapes=[output.shape for output in launch.outputs],
-        output_dtypes=[_DTYPES[output.dtype] for output in launch.outputs],
-        init_value=None if launch.result is None else 0,
-        verbose=verbose,
-    )
-    return done
+def launcher(kernel: Any, launch: Launch, *, verbose: bool = False) -> Ready:
+    """Calls of MLX's ``kernel`` object, of ``mx.fast.metal_kernel`` or ``cuda_kernel``; ``verbose`` prints its text."""
+    options = {
+        "template": [(name, _DTYPES[value] if isinstance(value, str) else value) for name, value in launch.template],
+        "grid": launch.grid,
+        "threadgroup": launch.threadgroup,
+        "output_shapes": [output.shape for output in launch.outputs],
+        "output_dtypes": [_DTYPES[output.dtype] for output in launch.outputs],
+        "init_value": None if launch.result is None else 0,
+        "verbose": verbose,
+    }
+
+    def run(arrays: Sequence[mx.array]) -> list[mx.array]:
+        done: list[mx.array] = kernel(inputs=arrays, **options)
+        return done
+
+    return run
 
 
 @lru_cache(maxsize=1024)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import os
 import re
+import shutil
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import mlx.core as mx
 
-from tqtool.kernels.backend import Backend, Call, launch_through_mlx
+from tqtool.kernels.backend import Backend, Call, Ready, launcher
 from tqtool.kernels.cuda_kernels import H200, Card, kernels
 from tqtool.kernels.metal import sum_parts
+from tqtool.kernels.problem import Dtype
 from tqtool.kernels.sources import KernelText, kernel_text
 
 METAL_ON_CUDA = "cuda/msl.cuh"
 PROVEN_GENERATION = 9
 """Compute capability, before the point, of the H200; the texts compile for others, nobody has run them there."""
+CUDA_TYPES: Final[dict[Dtype, str]] = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
+"""What MLX calls them in its own texts."""
 _SPACES = re.compile(r"\b(device|thread) (?=[\w(])")
 
 
@@ -26,6 +35,7 @@ def cuda_backend(card: Card) -> Backend:
     return Backend("CUDA", kernels(card), sum_parts, on_device)
 
 
+@lru_cache(maxsize=64)
 def text_of(source: str) -> KernelText:
     """Header and body of a kernel; that of a Metal kernel with what makes CUDA of it.
 
@@ -37,38 +47,78 @@ def text_of(source: str) -> KernelText:
     return KernelText(_SPACES.sub("", text.header), _SPACES.sub("", text.body))
 
 
-def on_device(call: Call, arrays: Sequence[mx.array], *, verbose: bool = False) -> list[mx.array]:
-    """Launch through MLX; ``verbose`` prints the text that is compiled.
+def on_device(call: Call, *, verbose: bool = False) -> Ready:
+    """Launches through MLX; ``verbose`` prints the text that is compiled.
 
-    Raises:
-        RuntimeError: MLX has no CUDA backend here.
+    What it returns raises RuntimeError where MLX has no CUDA backend.
     """
-    dtypes = "_".join(str(array.dtype).rpartition(".")[2] for array in arrays)
-    kernel = _compiled(call.name, call.source, call.inputs, call.outputs, dtypes, call.launch.threadgroup_bytes)
-    return launch_through_mlx(kernel, call, arrays, verbose=verbose)
+    ready: list[Ready] = []
+
+    def run(arrays: Sequence[mx.array]) -> list[mx.array]:
+        if not ready:
+            dtypes = "_".join(str(array.dtype).rpartition(".")[2] for array in arrays)
+            launch = call.launch
+            # Kernels of Metal's text declare their shared memory themselves.
+            shared_bytes = launch.threadgroup_bytes if call.source.startswith("cuda/") else 0
+            kernel = _compiled(call.name, call.source, call.inputs, call.outputs, launch.template, dtypes, shared_bytes)
+            ready.append(launcher(kernel, replace(launch, template=()), verbose=verbose))
+        return ready[0](arrays)
+
+    return run
 
 
 @lru_cache(maxsize=1024)
 def _compiled(
-    name: str, source: str, inputs: tuple[str, ...], outputs: tuple[str, ...], dtypes: str, shared_bytes: int
+    name: str,
+    source: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    template: tuple[tuple[str, int | Dtype], ...],
+    dtypes: str,
+    shared_bytes: int,
 ) -> Any:
-    """MLX's kernel object.
+    """MLX's kernel object, whose text only includes files that hold ours.
 
-    MLX finds compiled code again, on the disk too, by name and template values alone: so the name says what else the
-    code depends on, the text and the types of the inputs.
+    At every call MLX puts the text together anew, template parameters too, and hashes it: 16 KB and ten parameters
+    cost more than many a launch. It finds compiled code again by name: so the name says all that the code depends on.
     """
-    text = text_of(source)
-    digest = hashlib.sha256(f"{text.header}\0{text.body}\0{dtypes}".encode()).hexdigest()[:12]
-    # Kernels of Metal's text declare their shared memory themselves.
-    dynamic = shared_bytes if source.startswith("cuda/") else 0
+    header, body = included_texts(source, template)
+    digest = hashlib.sha256(f"{header}\0{body}\0{dtypes}".encode()).hexdigest()[:16]
+    folder = _text_folder()
+    files = {kind: folder / f"{digest}.{kind}" for kind in ("header", "body")}
+    files["header"].write_text(header)
+    files["body"].write_text(body)
     return mx.fast.cuda_kernel(
         name=f"tq_{name}_{digest}",
         input_names=list(inputs),
         output_names=list(outputs),
-        source=text.body,
-        header=text.header,
-        shared_memory=dynamic,
+        source=f'#include "{files["body"]}"\n',
+        header=f'#include "{files["header"]}"\n',
+        shared_memory=shared_bytes,
     )
+
+
+def included_texts(source: str, template: tuple[tuple[str, int | Dtype], ...]) -> tuple[str, str]:
+    """Header and body of a kernel, the template parameters as constants in the body."""
+    text = text_of(source)
+    constants = "".join(
+        f"using {name} = {CUDA_TYPES[value]};\n" if isinstance(value, str) else f"constexpr int {name} = {value};\n"
+        for name, value in template
+    )
+    return text.header, constants + text.body
+
+
+@lru_cache(maxsize=1)
+def _text_folder() -> Path:
+    """Where texts lie while the process lives; MLX compiles each when it is first evaluated."""
+    folder, owner = Path(tempfile.mkdtemp(prefix="tqtool-")), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # not at the end of a fork's child
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
 
 
 def is_proven_here() -> bool:

@@ -7,7 +7,7 @@ which ``kernels/cuda/msl.cuh`` lets CUDA compile: threadgroups are thread blocks
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -19,7 +19,7 @@ from tqtool.kernels.rules import matvec_reason, trellis_template
 WARPS: Final = 16
 THREADS: Final = 32 * WARPS
 LIMBS: Final = 3
-"""Signed bytes of an input in fixed point: 24 bits."""
+"""Signed bytes of an input in fixed point: 24 bits. With int8 activations it is one."""
 TILES_A_UNIT: Final = 4
 HASHED: Final = ("mul1", "1mad")
 """Codes whose value is affine in the byte sum of a hash."""
@@ -37,10 +37,14 @@ class Card:
     Attributes:
         processors: Streaming multiprocessors.
         shared_bytes: Shared memory that one thread block can have.
+        meeting_rounds: What it costs that blocks meet in a row of tiles, in rounds of a block's warps over a unit each
+            (.42 µs on an H200): zeros before the launch, additions in device memory, and in MLX the operations that
+            cut the result out.
     """
 
     processors: int
     shared_bytes: int
+    meeting_rounds: int = 12
 
 
 H200: Final = Card(processors=132, shared_bytes=227 << 10)
@@ -48,8 +52,8 @@ A100: Final = Card(processors=108, shared_bytes=163 << 10)
 
 
 def tile_supports(problem: Problem, op: str) -> str | None:
-    """Squares, 1 to 4 rows of x, a code that is a byte sum; two matrices of the same bits."""
-    reason = matvec_reason(problem, "tile", op)
+    """Squares, 1 to 4 rows of x, also as int8, a code that is a byte sum; two matrices of the same bits."""
+    reason = matvec_reason(replace(problem, int8=False), "tile", op)
     if reason is not None:
         return reason
     if len({spec.k for spec in problem.specs}) > 1:
@@ -62,37 +66,54 @@ def tile_supports(problem: Problem, op: str) -> str | None:
 
 
 def tile_launch(problem: Problem, card: Card) -> Launch:
-    """A block for each processor, or fewer where its warps would have no unit; x in slices that fit beside the sums."""
-    spec, matrices, columns = problem.spec, len(problem.specs), LIMBS * problem.m
+    """A block for each processor, or fewer; x in slices that fit beside the sums."""
+    spec, matrices, limbs = problem.spec, len(problem.specs), 1 if problem.int8 else LIMBS
+    columns = limbs * problem.m
     row_tiles, squares = -(-spec.rows // TILE), spec.stride // TILE
     units = -(-squares // TILES_A_UNIT)
     cells, unit_bytes = matrices * TILE * columns, TILE * columns * 16
     # Sums may take a quarter of a block's memory: beyond that more blocks than the card runs at once.
     most_tiles = max(2, card.shared_bytes // 4 // (cells * SUM_BYTES))
-    blocks = min(card.processors, -(-row_tiles * matrices * units // WARPS))
-    blocks = max(blocks, -(-row_tiles // (most_tiles - 1)))
-    sums = -(-(-(-row_tiles // blocks) + 1) * cells * SUM_BYTES // 16) * 16  # a piece may begin inside a row of tiles
+    blocks, is_whole = tile_blocks(row_tiles, matrices * units, most_tiles, card)
+    tiles = -(-row_tiles // blocks) + (0 if is_whole else 1)  # a piece may begin inside a row of tiles
+    sums = -(-tiles * cells * SUM_BYTES // 16) * 16
     at_once = (card.shared_bytes - STATIC_BYTES - sums) // unit_bytes
     slice_units = -(-units // -(-units // at_once))  # slices of one length
     result = Output((problem.m, spec.rows), problem.dtype)
     result_words = 2 * -(-problem.m * spec.rows * DTYPE_BYTES[problem.dtype] // 8)
+    shared = Output((result_words + blocks * (2 * cells + 1),), "uint32")
     return Launch(
         grid=(blocks * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         template=(
             *trellis_template(problem),
             ("M", problem.m),
-            ("LIMBS", LIMBS),
+            ("LIMBS", limbs),
+            ("WHOLE", int(is_whole)),
             ("ROWS", spec.rows),
             ("COLS", spec.cols),
             ("SQUARES", squares),
             ("SLICE", slice_units),
         ),
         threadgroup_bytes=sums + slice_units * unit_bytes,
-        outputs=(Output((result_words + blocks * (2 * cells + 1),), "uint32"),),
+        outputs=(result if is_whole else shared,),
         dims=(),
-        result=result,
+        result=None if is_whole else result,
     )
+
+
+def tile_blocks(row_tiles: int, units: int, most_tiles: int, card: Card) -> tuple[int, bool]:
+    """How many blocks share rows of ``units`` each, and whether each has whole rows, at most ``most_tiles``.
+
+    Equal pieces keep every warp busy to the end; whole rows need no meeting of blocks.
+    """
+    whole = max(min(card.processors, row_tiles), -(-row_tiles // most_tiles))
+    cut = min(card.processors, -(-row_tiles * units // WARPS))
+    cut = max(cut, -(-row_tiles // (most_tiles - 1)))
+    rounds_whole = -(-(-(-row_tiles // whole) * units) // WARPS)
+    rounds_cut = -(-row_tiles * units // (cut * WARPS))
+    is_countable = row_tiles * whole < 1 << 32  # the kernel multiplies them in 32 bits
+    return (whole, True) if is_countable and rounds_whole <= rounds_cut + card.meeting_rounds else (cut, False)
 
 
 def kernels(card: Card) -> tuple[Kernel, ...]:

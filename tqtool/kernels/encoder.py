@@ -59,7 +59,7 @@ class Encoder:
         for start in range(0, x.shape[0], step):
             part = x[start : start + step]
             call = self.call(replace(problem, blocks=part.shape[0]))
-            found.append(self.run(call, [part, levels, dims_array(call.launch.dims)])[0])
+            found.append(self.run(call)([part, levels, dims_array(call.launch.dims)])[0])
         return found[0] if len(found) == 1 else mx.concatenate(found)
 
     def viterbi_encode(
@@ -99,6 +99,6 @@ class Encoder:
         for start in range(0, len(x), step):
             part = clipped[start : start + step]
             call = self.call(replace(whole, blocks=len(part)))
-            found = self.run(call, [mx.array(part), table, dims_array(call.launch.dims)])[0]
+            found = self.run(call)([mx.array(part), table, dims_array(call.launch.dims)])[0]
             states[start : start + step] = np.array(found)  # waits: the next part may use the memory
         return states, self.name

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 
-from tqtool.kernels.backend import Backend, Call, launch_through_mlx
+from tqtool.kernels.backend import Backend, Call, Ready, launcher
 from tqtool.kernels.metal_kernels import KERNELS, SUM_PARTS_SOURCE, sum_parts_launch
 from tqtool.kernels.problem import Dtype
 from tqtool.kernels.sources import kernel_text
 
 
-def on_device(call: Call, arrays: Sequence[mx.array], *, verbose: bool = False) -> list[mx.array]:
-    """Launch through MLX; ``verbose`` prints the text that is compiled.
+def on_device(call: Call, *, verbose: bool = False) -> Ready:
+    """Launches through MLX; ``verbose`` prints the text that is compiled.
 
-    Raises:
-        RuntimeError: MLX has no Metal backend here (only while the call is traced for export it needs none).
+    What it returns raises RuntimeError where MLX has no Metal backend; while it is traced for export it needs none.
     """
     kernel = _compiled(call.name, call.source, call.inputs, call.outputs)
-    return launch_through_mlx(kernel, call, arrays, verbose=verbose)
+    return launcher(kernel, call.launch, verbose=verbose)
 
 
 @lru_cache(maxsize=64)

@@ -35,6 +35,7 @@ class Problem:
         m: Rows of x; 0 for ``expand``.
         dtype: Of x and of the result; sums are float32 whatever it is.
         up: Of Up, for ``swiglu`` only.
+        int8: x is rounded to 8 bits, relative to the largest of its row: opt-in, with an error of its own.
 
     Raises:
         BackendError: the fields contradict each other.
@@ -45,8 +46,11 @@ class Problem:
     m: int
     dtype: Dtype
     up: TrellisSpec | None = None
+    int8: bool = False
 
     def __post_init__(self) -> None:
+        if self.int8 and self.op == "expand":
+            raise BackendError("kernel problem: expand with int8 activations")
         if self.dtype not in DTYPES:
             raise BackendError(f"kernel problem: dtype {self.dtype!r}: expected one of {', '.join(DTYPES)}")
         if (self.op == "swiglu") != (self.up is not None):
@@ -144,7 +148,8 @@ class Choice:
     def reason(self) -> str:
         """Why it is this path, in one line."""
         if self.kernel is not None:
-            return f"{self.problem.op}, {self.problem.spec.layout}, m = {self.problem.m}"
+            rounded = ", int8 activations" if self.problem.int8 else ""
+            return f"{self.problem.op}, {self.problem.spec.layout}, m = {self.problem.m}{rounded}"
         return "; ".join(f"{name}: {reason}" for name, reason in self.refusals)
 
 

@@ -14,6 +14,8 @@ def general_reason(problem: Problem, *ops: str) -> str | None:
     """Why no kernel for ``ops`` does ``problem``: another op, a code without formula, rows inside runs, sizes."""
     if problem.op not in ops:
         return f"does no {problem.op}"
+    if problem.int8:
+        return "takes no int8 activations"
     for spec in problem.specs:
         if spec.code not in COMPUTED_CODES:
             return f"code {spec.code} has no formula"

@@ -6,39 +6,85 @@ so at most one expanded weight is alive at any time, however deep the model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from tqtool.formats.trellis import TrellisSpec
-from tqtool.kernels.backend import Backend, Packed, problem_of
-from tqtool.kernels.problem import Problem
+from tqtool.kernels.backend import Backend, Packed, Product, problem_of
+from tqtool.kernels.problem import Choice, Problem
 from tqtool.runtime.stock_model import TrellisLinear
 
 
+class Products:
+    """Products by kernels, made ready once for each shape and dtype of x: decoding asks for the same ones all the time.
+
+    Args:
+        bind: The kernel's product for an x, or None if there is no kernel.
+        otherwise: The product then.
+    """
+
+    def __init__(self, bind: Callable[[mx.array], Product | None], otherwise: Product) -> None:
+        self._bind, self._otherwise = bind, otherwise
+        self._ready: dict[tuple[tuple[int, ...], mx.Dtype], Product] = {}
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """The product of ``x``."""
+        product = self._ready.get((x.shape, x.dtype))
+        if product is None:
+            product = self._bind(x)
+            if product is None:
+                return self._otherwise(x)
+            self._ready[x.shape, x.dtype] = product
+        return product(x)
+
+
+class Joint(Protocol):
+    """A product that several layers share (tqtool/runtime/joint_products.py)."""
+
+    def take(self, place: int, x: mx.array) -> mx.array | None:
+        """The part of the layer at ``place``, or None."""
+
+
 class KernelTrellisLinear(TrellisLinear):
-    """``TrellisLinear`` through the kernels of ``backend``: same parameters, the same values in float32 sums."""
+    """``TrellisLinear`` through the kernels of ``backend``: same parameters, the same values in float32 sums.
+
+    With ``int8``, x is rounded to 8 bits where a kernel takes it so.
+    """
 
     backend: Backend
+    int8: bool
 
     def __init__(self, spec: dict[str, Any], *, bias: bool, codes: mx.array | None):
         super().__init__(spec, bias=bias, codes=codes)
         self.kernel_spec = TrellisSpec(**spec)
         self._packed: Packed | None = None
+        self._product = Products(self._by_kernel, self._by_expansion)
+        self.joint: Joint | None = None
+        self._place = 0
+
+    def join(self, joint: Joint, place: int) -> None:
+        """Take products from ``joint`` from now on, where it has them; the weights have become parts of its own."""
+        self.joint, self._place, self._packed = joint, place, None
 
     def __call__(self, x: mx.array) -> mx.array:
         """[..., in] → [..., out] in the type of ``x``."""
-        packed = self.packed()
-        choice = self.backend.choose(problem_of(x, packed))
-        if choice.kernel is not None:
-            y = self.backend.product(choice, x, packed)
-        else:
-            weight = self.dense(x.dtype)
-            y = x @ (weight if self.spec["axis"] == 0 else weight.T)
-            mx.eval(y)
+        y = None if self.joint is None else self.joint.take(self._place, x)
+        if y is None:
+            y = self._product(x)
         return y + self.bias.astype(y.dtype) if "bias" in self else y
+
+    def _by_kernel(self, x: mx.array) -> Product | None:
+        choice = choose(self.backend, problem_of(x, self.packed(), int8=self.int8))
+        return None if choice.kernel is None else self.backend.bind(choice, x.shape, self.packed())
+
+    def _by_expansion(self, x: mx.array) -> mx.array:
+        weight = self.dense(x.dtype)
+        y = x @ (weight if self.spec["axis"] == 0 else weight.T)
+        mx.eval(y)
+        return y
 
     def stored_weight(self) -> mx.array:
         """The whole stored matrix, float32 [rows, cols]."""
@@ -58,31 +104,14 @@ class KernelTrellisLinear(TrellisLinear):
         return self._packed
 
 
-def kernel_layer(backend: Backend) -> type[KernelTrellisLinear]:
+def kernel_layer(backend: Backend, *, int8: bool = False) -> type[KernelTrellisLinear]:
     """The layer class whose products go through ``backend``."""
-    return type(f"{backend.name}TrellisLinear", (KernelTrellisLinear,), {"backend": backend})
+    return type(f"{backend.name}TrellisLinear", (KernelTrellisLinear,), {"backend": backend, "int8": int8})
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPath:
-    """How one trellis layer computes a product of ``m`` rows: ``path`` names the kernel or what is done instead."""
-
-    module: str
-    m: int
-    path: str
-    reason: str
-
-
-def explain(model: nn.Module, rows: tuple[int, ...]) -> list[LayerPath]:
-    """Every trellis layer of ``model`` for each number of rows of x, in bfloat16."""
-    found = []
-    for module, layer in model.named_modules():
-        if not isinstance(layer, TrellisLinear):
-            continue
-        for m in rows:
-            if not isinstance(layer, KernelTrellisLinear):
-                found.append(LayerPath(module, m, type(layer).__name__, "no GPU kernels in use"))
-                continue
-            choice = layer.backend.choose(Problem(spec=layer.kernel_spec, m=m, dtype="bfloat16"))
-            found.append(LayerPath(module, m, choice.path, choice.reason))
-    return found
+def choose(backend: Backend, problem: Problem) -> Choice:
+    """The kernel for ``problem``; where none takes int8 activations, that for x as it is."""
+    choice = backend.choose(problem)
+    if choice.kernel is None and problem.int8:
+        return backend.choose(replace(problem, int8=False))
+    return choice

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tqtool import native
+from tqtool.errors import UserError
 from tqtool.formats.trellis import TrellisSpec
 from tqtool.runtime.stock_model import TrellisExperts, TrellisLinear
 
@@ -21,24 +22,34 @@ MATVEC_ROWS = 4
 """Up to this many rows the packed kernel beats expansion (the weight is decoded once for all of them)."""
 
 
-def layer_class_for(device: mx.Device) -> type[TrellisLinear]:
+def layer_class_for(device: mx.Device, *, int8: bool = False) -> type[TrellisLinear]:
     """The trellis layer to run on ``device``: compiled kernels on the CPU, CUDA kernels on cards that they ran on.
 
     Elsewhere, on Apple's GPUs too, MLX operations, until kernels have passed their tests there (decision 0004).
+
+    Raises:
+        UserError: ``int8`` activations on a device whose layers do not take them.
     """
-    if device.type == mx.cpu:
-        return NativeTrellisLinear
-    from tqtool.kernels.cuda import CUDA, is_proven_here
-    from tqtool.runtime.gpu_linear import kernel_layer
+    if device.type != mx.cpu:
+        from tqtool.kernels.cuda import CUDA, is_proven_here
+        from tqtool.runtime.gpu_linear import kernel_layer
 
-    return kernel_layer(CUDA) if is_proven_here() else TrellisLinear
+        if is_proven_here():
+            return kernel_layer(CUDA, int8=int8)
+    if int8:
+        raise UserError(
+            "int8 activations: only the CUDA kernels take them, and they are not in use here",
+            hint="drop --activations int8",
+        )
+    return NativeTrellisLinear if device.type == mx.cpu else TrellisLinear
 
 
-def experts_class_for(device: mx.Device) -> type[TrellisExperts]:
-    """Stacks of experts on ``device``: each expert as ``layer_class_for`` has it."""
+def experts_class_for(device: mx.Device, *, int8: bool = False) -> type[TrellisExperts]:
+    """Stacks of experts on ``device``: each expert as ``layer_class_for`` has it; errors as there."""
+    layer_class = layer_class_for(device, int8=int8)
     if device.type == mx.cpu:
         return NativeTrellisExperts
-    return type("TrellisExperts", (TrellisExperts,), {"layer_class": layer_class_for(device)})
+    return type("TrellisExperts", (TrellisExperts,), {"layer_class": layer_class})
 
 
 class NativeTrellisLinear(TrellisLinear):
@@ -51,9 +62,9 @@ class NativeTrellisLinear(TrellisLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         """[..., in] → [..., out] in the type of ``x``; evaluates ``x`` and the product."""
-        flat = x.reshape(-1, x.shape[-1])
-        y = self._matvec(flat) if flat.shape[0] <= MATVEC_ROWS else self._product(flat)
-        y = y.astype(x.dtype).reshape(*x.shape[:-1], -1)
+        few = x.size <= MATVEC_ROWS * x.shape[-1]
+        y = self._matvec(x) if few else self._product(x)
+        y = y.astype(x.dtype)
         return y + self.bias.astype(y.dtype) if "bias" in self else y
 
     def stored_weight(self) -> mx.array:
@@ -61,14 +72,17 @@ class NativeTrellisLinear(TrellisLinear):
         return mx.array(native.trellis_expand(*self._packed(), self.native_spec))
 
     def _matvec(self, x: mx.array) -> mx.array:
-        inputs = np.array(x.astype(mx.float32))
-        return mx.array(native.trellis_matvec(*self._packed(), self.native_spec, inputs))
+        # Shapes are numpy's business: an operation of MLX would have to be evaluated, which takes a third of the time.
+        inputs = np.array(x.astype(mx.float32), copy=False)
+        y = native.trellis_matvec(*self._packed(), self.native_spec, inputs.reshape(-1, x.shape[-1]))
+        return mx.array(y.reshape(*x.shape[:-1], -1))
 
     def _product(self, x: mx.array) -> mx.array:
         weight = self.stored_weight()
-        y = x.astype(mx.float32) @ (weight if self.spec["axis"] == 0 else weight.T)
+        flat = x.astype(mx.float32).reshape(-1, x.shape[-1])
+        y = flat @ (weight if self.spec["axis"] == 0 else weight.T)
         mx.eval(y)
-        return y
+        return y.reshape(*x.shape[:-1], -1)
 
     def hold(self, words: NDArray[np.uint32], scales: NDArray[np.float16]) -> None:
         """Serve these words and scales."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 Compute = Literal["packed", "expand"]
+Activations = Literal["float", "int8"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -49,6 +50,9 @@ class LoadReport:
         compute: How quantized layers run.
         dtype: Type of the dense parameters in memory; None where each kept its own.
         n_trellis: Trellis layers in the artifact.
+        n_fused: MLPs whose gate and up are one launch for few rows.
+        n_joined: Attentions whose queries, keys and values are.
+        activations: What trellis kernels read of their inputs.
         n_expanded: Quantized layers, trellis or affine, that were turned into dense ones.
         kept_packed: Quantized layers that ``compute="expand"`` had to leave as they are.
         file_bytes: Size of the weight files.
@@ -59,6 +63,9 @@ class LoadReport:
     compute: Compute
     dtype: str | None
     n_trellis: int
+    n_fused: int
+    n_joined: int
+    activations: Activations
     n_expanded: int
     kept_packed: tuple[str, ...]
     file_bytes: int
@@ -80,6 +87,7 @@ def load(
     *,
     compute: Compute = "packed",
     dtype: DtypeName | None = None,
+    activations: Activations = "float",
 ) -> LoadedModel:
     """Load any artifact (float, affine, mx/nv, fake-quant, carrier, packed trellis) or stock mlx-lm folder.
 
@@ -89,12 +97,16 @@ def load(
             which is what scoring on a CPU wants; it costs the memory of a dense model.
         dtype: Type of the dense parameters. By default float32 on a CPU (bf16 products do not go through
             BLAS) and the stored types on a GPU.
+        activations: ``int8`` rounds the inputs of trellis layers to 8 bits where kernels take them so: faster, and
+            with an error (docs/benchmarks.md). Only on CUDA.
 
     Raises:
-        UserError: no model there, unknown architecture, a custom-code model, config and weights that do not fit.
+        UserError: ``int8`` where no kernel takes it; no model there, unknown architecture, a custom-code model, config
+            and weights that do not fit.
         ArtifactError: damaged weight files, a damaged artifact, unknown trellis format version.
     """
     _check_choice("compute", compute, get_args(Compute))
+    _check_choice("activations", activations, get_args(Activations))
     if dtype is not None:
         _check_choice("dtype", dtype, get_args(DtypeName))
     blas = ensure_blas()
@@ -106,12 +118,12 @@ def load(
 
     import mlx.core as mx
 
-    model = build_model(folder, config)
+    model = build_model(folder, config, activations)
     on_cpu = mx.default_device().type == mx.cpu
     dense_type = getattr(mx, dtype) if dtype else (mx.float32 if on_cpu else None)
     if dense_type is not None:
         _cast(model, dense_type, skip=specs)
-    n_expanded, kept = 0, tuple[str, ...]()
+    n_fused, n_joined, n_expanded, kept = 0, 0, 0, tuple[str, ...]()
     if compute == "expand":
         from tqtool.runtime.expand import expand_layers
 
@@ -122,12 +134,20 @@ def load(
         from tqtool.runtime.affine import swap_prompt_layers
 
         swap_prompt_layers(model)
+    else:
+        from tqtool.runtime.gated_mlp import fuse_gates
+        from tqtool.runtime.joint_products import join_projections
+
+        n_fused, n_joined = fuse_gates(model), join_projections(model)
     mx.eval(model.parameters())
     report = LoadReport(
         path=folder,
         compute=compute,
         dtype=None if dense_type is None else str(dense_type).removeprefix("mlx.core."),
         n_trellis=len(specs),
+        n_fused=n_fused,
+        n_joined=n_joined,
+        activations=activations,
         n_expanded=n_expanded,
         kept_packed=kept,
         file_bytes=sum(file.stat().st_size for file in folder.glob("model*.safetensors")),
@@ -241,15 +261,18 @@ def _check_trellis(specs: dict[str, TrellisSpec], tensors: dict[str, TensorRef])
                 )
 
 
-def build_model(folder: Path, config: dict[str, Any], *, strict: bool = True) -> nn.Module:
+def build_model(
+    folder: Path, config: dict[str, Any], activations: Activations = "float", *, strict: bool = True
+) -> nn.Module:
     """mlx-lm's model of ``folder`` with lazily loaded weights; ``strict`` is off for whoever fills them in himself.
 
     Raises:
+        UserError: int8 activations where no kernel takes them.
         SourceError: mlx-lm cannot build it; ArtifactError where the folder is an artifact of tqtool.
     """
     from mlx_lm.utils import load_model
 
-    choose = {} if "trellis" not in config else {"get_model_classes": _trellis_classes()}
+    choose = {} if "trellis" not in config else {"get_model_classes": _trellis_classes(activations)}
     is_artifact = "trellis" in config or (folder / MANIFEST_NAME).exists()
     foreign = None if "quantization" in config or "trellis" in config else declared_quantization(config)
     what = "mlx-lm cannot build the model of this config and these weights"
@@ -273,14 +296,16 @@ def _plain_path(folder: Path) -> Iterator[Path]:
         yield link
 
 
-def _trellis_classes() -> Callable[[dict[str, Any]], tuple[Any, Any]]:
+def _trellis_classes(activations: Activations) -> Callable[[dict[str, Any]], tuple[Any, Any]]:
     import mlx.core as mx
 
     from tqtool.runtime.linear import experts_class_for, layer_class_for
     from tqtool.runtime.stock_model import Model, ModelArgs
 
-    device = mx.default_device()
-    build = partial(Model, layer_class=layer_class_for(device), experts_class=experts_class_for(device))
+    device, int8 = mx.default_device(), activations == "int8"
+    build = partial(
+        Model, layer_class=layer_class_for(device, int8=int8), experts_class=experts_class_for(device, int8=int8)
+    )
     return lambda config: (build, ModelArgs)
 
 

@@ -29,7 +29,7 @@ def generated(call: Call, arrays: Sequence[mx.array]) -> str:
     """Metal text of ``call``: MLX prints it while it traces a function for export, which needs no device."""
 
     def traced(*inputs: mx.array) -> list[mx.array]:
-        return on_device(call, inputs, verbose=True)
+        return on_device(call, verbose=True)(inputs)
 
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as printed:
         sys.stdout.flush()
