@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -31,7 +32,7 @@ def by_cpu(call, arrays):
     return [mx.array(states)]
 
 
-ENCODER = CUDA_ENCODER.with_runner(by_cpu)
+ENCODER = CUDA_ENCODER.with_runner(lambda call: partial(by_cpu, call))
 
 
 def coded(weight, statistics, options=OPTIONS):
