@@ -97,19 +97,31 @@ def test_what_mlx_lm_packs_at_8_bits_in_any_case_is_a_hint_with_its_rules(tmp_pa
     assert raw_tensors(tmp_path / "ours") == raw_tensors(tmp_path / "stock")
 
 
-def test_what_mlx_lm_s_qwen3_5_keeps_from_casts_is_kept(tmp_path: Path) -> None:
+HYBRIDS = ["qwen3_5", "qwen3_5_moe"]
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_what_mlx_lm_s_hybrids_keep_from_casts_is_kept(tmp_path: Path, model_type: str) -> None:
     """I27: the logarithms of decays stay float32 in a bfloat16 artifact, and nothing else is protected."""
-    module = importlib.import_module("mlx_lm.models.qwen3_5")
-    predicate = module.TextModel.cast_predicate.fget(None)
-    assert module.TextModel.quant_predicate.fget(SimpleNamespace(args=SimpleNamespace(num_experts=0))) is None
-    source = write_family(tmp_path / "source", CASES["qwen3_5"])
+    text_model = importlib.import_module("mlx_lm.models.qwen3_5").TextModel
+    predicate = text_model.cast_predicate.fget(None)
+    decide = text_model.quant_predicate.fget
+    assert decide(SimpleNamespace(args=SimpleNamespace(num_experts=0))) is None
+    router = decide(SimpleNamespace(args=SimpleNamespace(num_experts=6)))
+    for module in ("mlp.gate", "mlp.shared_expert_gate"):
+        assert router(f"language_model.model.layers.0.{module}", None) == {
+            "group_size": DEFAULT_GROUP,
+            "bits": ROUTER_BITS,
+        }
+    assert router("language_model.model.layers.0.mlp.switch_mlp.gate_proj", None) is True
+    source = write_family(tmp_path / "source", CASES[model_type])
     plan_convert(ConvertRequest(source=str(source), out=tmp_path / "out", dtype=DType.BF16)).run()
     dtypes = {name: dtype for name, (dtype, _, _) in raw_tensors(tmp_path / "out").items()}
     assert {name for name, dtype in dtypes.items() if dtype == "F32"} == {n for n in dtypes if not predicate(n)}
     assert set(dtypes.values()) == {"F32", "BF16"}
 
 
-@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "qwen3_5"])
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in HYBRIDS])
 def test_no_other_model_of_mlx_lm_decides_bits_or_casts_alone(model_type: str) -> None:
     """A family whose model brings a predicate is to be looked at: what it protects, the user must be told."""
     from mlx_lm.utils import MODEL_REMAPPING
