@@ -73,5 +73,5 @@ def estimates(plan: TransformPlan, *, tokens: int, longest: int, hidden: int, to
 
 
 def _reader(role: Role) -> Role:
-    """q, k and v read one input, gate, up and router another, and all that goes into linear attention one."""
+    """q, k and v read one input, gate and up another, linear attention one; a router is summed apart."""
     return _SAME_INPUT.get(role, role)
