@@ -43,6 +43,20 @@ static __device__ __forceinline__ uint32_t tq_add_min(uint32_t a, uint32_t b, ui
 #endif
 }
 
+// Sixteen bytes from device to shared memory on their own, past the first cache; and waiting for all that this thread asked for.
+static __device__ __forceinline__ void tq_ask(uint4 *to, const void *from) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("cp.async.cg.shared.global [%0],[%1],16;" : : "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+#else
+  *to = *static_cast<const uint4 *>(from);
+#endif
+}
+static __device__ __forceinline__ void tq_arrived() {
+#if defined(__CUDA_ARCH__)
+  asm volatile("cp.async.wait_all;" : : : "memory");
+#endif
+}
+
 // c += a b: a is 16 x 32 unsigned bytes, b 32 x 8 signed ones.
 static __device__ __forceinline__ void tq_imma(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"

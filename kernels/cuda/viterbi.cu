@@ -7,7 +7,7 @@
 // is ever subtracted: that the steps of all passes fit 32 bits is proven beforehand (cuda_encoder.py).
 //
 // x int16 [blocks, 256] · levels int16 [2^L] · dims [blocks, warmup, resume] → states uint16 [blocks, 256] · history uint32 [grid, 256, 2^(L-K) / 2]
-// K: 1 to 4. warmup is a multiple of 16; 128 with resume (viterbi.cuh). grid: thread blocks, each takes every grid-th four.
+// K: 1 to 4. warmup is even; 128 with resume (viterbi.cuh). grid: thread blocks, each takes every grid-th four.
 #include "cuda/viterbi_rows.cuh"
 #include "cuda/viterbi_12.cuh"
 

@@ -1,4 +1,4 @@
-// viterbi.cu at L = 14: 512 threads, one thread block a processor. K: 2 to 4.
+// viterbi.cu at L = 14: 256 threads, one thread block a processor; history uint32 [grid, 512, 2^(L-K) / 2]. K: 2 to 4.
 #include "cuda/viterbi_rows.cuh"
 #include "cuda/viterbi_14.cuh"
 

@@ -6,6 +6,8 @@ template <int L, int K> struct TqInPlace {
   static constexpr int ROOT = K == 2 ? 2 : 4, INPUT = -2 * ROOT;  // of what costs are multiples of, at least D
   static constexpr int GROUPS = 256 / D / D;                      // of D suffixes that share D predecessors
   static constexpr int ROW = J * BLOCKS / 2, COST_BYTES = J * BLOCKS * 4;
+  static constexpr bool ASIDE = true;  // see TqRows
+  static constexpr int UNROLLED = 4;
   using Word = typename TqCell<BLOCKS>::Word;
   uint32_t levels[128];
   int turn;

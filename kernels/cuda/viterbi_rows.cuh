@@ -7,6 +7,9 @@ template <int L, int K, int STATES> struct TqRows {
   static constexpr int C = A > 4 ? A : N < 4 ? N : 4;                 // suffixes at once, A or 2 A of them
   static constexpr int P = N < 4 ? N : 4;                             // suffixes whose choices lie together
   static constexpr int ROW = 2 * J, COST_BYTES = 2 * J * 16;          // bytes of choices of a step, of costs
+  static constexpr bool ASIDE = THREADS > 128;                        // the way back is walked during the steps of the next blocks; of small thread blocks others work meanwhile
+  // Of the way back. What is written there decides whether ptxas 13.0 keeps the four inputs of a step in registers of the warp: if so, L = 12 is 14 % faster (docs/log.md).
+  static constexpr int UNROLLED = K == 4 || L > 12 ? 4 : 1;
   using Word = uint4;
   uint32_t level[D * N], square[D * N];
   int read, write;

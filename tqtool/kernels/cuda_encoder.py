@@ -12,12 +12,10 @@ from tqtool.kernels.encoder import Encoder
 from tqtool.kernels.encoding import LEVEL_LIMIT, EncodeProblem
 from tqtool.kernels.problem import Launch, Output
 
-CHUNK: Final = 16
-"""Steps that come back at a time, at most: a first pass is a multiple of them."""
 UNREACHED: Final = 1 << 28
 """What a start costs that is not the one asked for."""
 MOST_BLOCKS: Final = 1 << 20
-STATIC_BYTES: Final = 128
+STATIC_BYTES: Final = 288
 """Shared memory that the kernel declares itself, rounded up."""
 PROCESSOR_BYTES: Final = 228 << 10
 RESERVED_BYTES: Final = 1 << 10
@@ -39,6 +37,7 @@ class Search:
         factor: Costs are this many times squared distances.
         cost_bytes: Shared memory of the costs.
         ks: Bits that it does.
+        jobs: Whose choices are kept: two where a path is walked back during the steps of the next blocks.
     """
 
     source: str
@@ -48,6 +47,7 @@ class Search:
     factor: int
     cost_bytes: int
     ks: tuple[int, ...] = (2, 3, 4)
+    jobs: int = 2
 
     @property
     def shared_bytes(self) -> int:
@@ -72,6 +72,7 @@ def search(problem: EncodeProblem) -> Search | None:
             factor=factor,
             cost_bytes=rows,
             ks=(1, 2, 3, 4),
+            jobs=1,
         )
     if problem.window == 14:
         return Search(
@@ -113,8 +114,8 @@ def supports(problem: EncodeProblem) -> str | None:
         return f"window {problem.window}: does 12, 14 and 16"
     if problem.k not in found.ks:
         return f"k = {problem.k}: does {found.ks[0]} to {found.ks[-1]} at window {problem.window}"
-    if problem.warmup % CHUNK:
-        return f"warmup {problem.warmup}: no multiple of {CHUNK}"
+    if problem.warmup % 2:
+        return f"warmup {problem.warmup}: passes begin and end at even steps"
     dearest_choice = problem.step_cost + LEVEL_LIMIT**2
     if found.factor * problem.reach * dearest_choice >= UNREACHED:
         return f"steps of up to {dearest_choice}: a start that is not allowed could win"
@@ -148,7 +149,7 @@ def launch(problem: EncodeProblem) -> Launch:
         threadgroup_bytes=found.shared_bytes,
         outputs=(
             Output((problem.blocks, BLOCK), "uint16"),
-            Output((groups, BLOCK, problem.suffixes * found.blocks // 8), "uint32", scratch=True),
+            Output((groups, found.jobs * BLOCK, problem.suffixes * found.blocks // 8), "uint32", scratch=True),
         ),
         dims=(problem.blocks, problem.warmup, int(resumes(problem, found, groups))),
     )

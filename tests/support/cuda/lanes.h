@@ -77,18 +77,18 @@ static struct {
   uint32_t x, y, z;
 } blockIdx, gridDim;
 static inline void __syncthreads() { lanes::meet(lanes::arrived, lanes::generation, lanes::count); }
-template <class T> static inline T __shfl_xor_sync(uint32_t, T value, int mask) {
+template <class T> static inline T __shfl_sync(uint32_t, T value, int source) {
   lanes::Warp &warp = lanes::warps[lanes::running / 32];
-  const int lane = lanes::running % 32;
   uint64_t bits = 0;
   memcpy(&bits, &value, sizeof value);
-  warp.value[lane] = bits;
+  warp.value[lanes::running % 32] = bits;
   lanes::meet(warp.arrived, warp.generation, 32);
   T other;
-  memcpy(&other, &warp.value[lane ^ mask], sizeof other);
+  memcpy(&other, &warp.value[source & 31], sizeof other);
   lanes::meet(warp.arrived, warp.generation, 32);
   return other;
 }
+template <class T> static inline T __shfl_xor_sync(uint32_t all, T value, int mask) { return __shfl_sync(all, value, (lanes::running % 32) ^ mask); }
 
 void kernel();  // generated
 namespace lanes {
