@@ -15,6 +15,7 @@ namespace metal {
 METAL_FUNC float fma(float a, float b, float c) { return fmaf(a, b, c); }
 namespace precise {
 METAL_FUNC float exp(float x) { return expf(x); }
+METAL_FUNC float exp2(float x) { return exp2f(x); }
 }  // namespace precise
 }  // namespace metal
 

@@ -75,6 +75,8 @@ def _encode_keys(keys: mx.array, bits: int, rule: Rule) -> tuple[mx.array, mx.ar
     else:
         stored, divisor = scale.astype(mx.float16), scale + _number(EPSILON)
     zero = mx.round((high + low) / (_number(2) * divisor)) if bits == 8 else mx.round(low / divisor)
+    if rule == "exact":
+        zero = zero + _number(0)
     codes = mx.clip(mx.round(x / divisor[..., None] - zero[..., None]), least, most)
     if rule != "exact":
         codes = mx.where(mx.isnan(codes), _number(0), codes)

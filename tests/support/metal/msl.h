@@ -214,6 +214,7 @@ using ::max;
 using ::min;
 namespace precise {
 inline float exp(float x) { return expf(x); }
+inline float exp2(float x) { return exp2f(x); }
 }  // namespace precise
 }  // namespace metal
 
