@@ -10,6 +10,19 @@
 #define TQ_UNROLL _Pragma("clang loop unroll(full)")
 #endif
 
+#define TQ_LARGEST_HALF 65504.0f
+#define TQ_SMALLEST_HALF 5.9604644775390625e-8f  // 2^-24
+
+// A product that is rounded before anything is added to it.
+#ifndef TQ_PRODUCT  // CUDA says it in another way
+#define TQ_PRODUCT(a, b) tq_product(a, b)
+METAL_FUNC float tq_product(float a, float b) {
+#pragma clang fp contract(off)
+  const float product = a * b;
+  return product;
+}
+#endif
+
 // Where no token has been seen: finite, so that differences of it are numbers.
 #define TQ_KV_NOTHING -1.0e30f
 

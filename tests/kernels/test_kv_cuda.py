@@ -8,12 +8,15 @@ import sys
 import numpy as np
 import pytest
 
-from tests.kernels.test_kv_metal import compute
+from tests.kernels.test_kv_metal import compute, encode
 from tests.support import nvrtc
 from tests.support.cuda.device import Lanes
 from tests.support.kv_cases import TABLE, arrays_of, check, expected
+from tests.support.metal.faults import BARRIER
+from tests.unit.test_kv_codec import awkward, scheme
 from tqtool.kernels.kv_attention import KVAttention
 from tqtool.kernels.kv_kernels import HEAD_DIMS, KEY_BITS, VALUE_BITS
+from tqtool.kv import codec
 
 HAS_WHEELS = sys.platform == "linux" and platform.machine() == "x86_64"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -26,14 +29,16 @@ def folder(tmp_path_factory):
 
 
 def calls_of(problem):
-    """The two calls, as they would be carried out."""
+    """The calls, as they would be carried out."""
     made = []
 
     def run(call):
         made.append(call)
         return lambda arrays: []
 
-    KVAttention(run)._prepare(problem)
+    attention = KVAttention(run)
+    attention._prepare(problem)
+    attention._prepare_encoder(5, problem.head_dim, problem.k_bits, problem.v_bits)
     return made
 
 
@@ -52,7 +57,8 @@ def covering():
 def test_they_compile():
     for number, case in enumerate(covering()):
         for call in calls_of(case.problem):
-            dtypes = [case.problem.dtype if name == "q" else DTYPES.get(name, "float32") for name in call.inputs]
+            kind = {"q": case.problem.dtype, "keys": case.problem.dtype, "values": case.problem.dtype}
+            dtypes = [(kind | DTYPES).get(name, "float32") for name in call.inputs]
             architecture = ARCHITECTURES[number % len(ARCHITECTURES)]
             assert len(nvrtc.compile_text(nvrtc.text(call, dtypes), architecture)) > 1000, case
 
@@ -74,6 +80,16 @@ def test_result(case, folder):
     np.testing.assert_array_equal(results[0], results[1])
 
 
-BARRIERS = {
-    "before the levels are read": "table[i] = levels[i];\n__threadgroup_barrier(mem_flags::mem_threadgroup);",
-}
+def test_bytes_of_the_encoder(folder):
+    """Also without the barrier between codes and words, in one of the two orders: then they are wrong."""
+    keys, values = (array[:3] for array in awkward(128))
+    wanted = codec.encode(keys, values, scheme(5, 3))
+    for order in (False, True):
+        np.testing.assert_array_equal(encode(keys, values, 5, 3, KVAttention(Lanes(folder, backwards=order))), wanted)
+
+    def plant(text):
+        assert BARRIER in text
+        return text.replace(BARRIER, ";")
+
+    found = [encode(keys, values, 5, 3, KVAttention(Lanes(folder, plant, backwards=order))) for order in (False, True)]
+    assert any((records != wanted).any() for records in found)

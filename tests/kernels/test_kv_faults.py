@@ -1,4 +1,4 @@
-"""Faults planted in the text of the packed-KV kernels: the table, or the rules of the executor, must find each of them."""
+"""Faults planted in the text of the packed-KV kernels: the table, or the executor's rules, must find each of them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tests.kernels.test_kv_metal import compute
+from tests.kernels.test_kv_metal import compute, encode
 from tests.support.cuda.device import Lanes
 from tests.support.kv_cases import KVCase, arrays_of, check, expected, problem
 from tests.support.metal.device import Shim, ShimError
 from tests.support.metal.faults import BARRIER
+from tests.unit.test_kv_codec import awkward, scheme
 from tqtool.kernels.kv_attention import KVAttention
+from tqtool.kv import codec
 
 WRONG = r"beyond the bound|not finite"
 RACE = "read before it is written|without a barrier"
@@ -107,6 +109,45 @@ def test_the_table_finds(fault, folder):
     arrays = arrays_of(case)
     with pytest.raises((AssertionError, ShimError), match=fault.message):
         check(case, compute(case, arrays, KVAttention(Shim(folder, fault.plant))), expected(case, arrays))
+
+
+ENCODER_FAULTS = {
+    "zero before the scale is rounded": (
+        "const float scale = float(stored);\n  const float zero",
+        "const float scale = wide;\n  const float zero",
+    ),
+    "no floor of the scale": ("max(spacing, TQ_SMALLEST_HALF)", "TQ_SMALLEST_HALF"),
+    "codes of keys clipped at one end": (
+        "min(max(metal::rint(x / scale - zero), least), most)",
+        "max(metal::rint(x / scale - zero), least)",
+    ),
+    "value on a boundary in the upper cell": ("normal > edges[upper - 1]", "normal >= edges[upper - 1]"),
+    "squares of a part": (
+        "uint32_t step = 16; step > 0; step /= 2) sum",
+        "uint32_t step = 8; step > 0; step /= 2) sum",
+    ),
+    "codes end with their word": ("e * bits < 32 * word ? code >> (32 * word - e * bits)", "e * bits < 32 * word ? 0"),
+    "scales swapped": ("before | bits << 16", "bits | before << 16"),
+    "no barrier": (BARRIER, ";"),
+}
+
+
+@pytest.mark.parametrize("name", ENCODER_FAULTS)
+def test_the_encoders_bytes_find(name, folder):
+    old, new = ENCODER_FAULTS[name]
+
+    def plant(text: str) -> str:
+        assert old in text
+        return text.replace(old, new)
+
+    keys, values = (array[:20] for array in awkward(64))
+    wanted = codec.encode(keys, values, scheme(5, 3))
+    try:
+        found = encode(keys, values, 5, 3, KVAttention(Shim(folder, plant)))
+    except ShimError as error:
+        assert "barrier" in str(error) or "before it is written" in str(error)  # noqa: PT017
+        return
+    assert (found != wanted).any()
 
 
 def test_without_a_fault_they_are_green(folder):

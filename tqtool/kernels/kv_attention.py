@@ -15,7 +15,7 @@ LOG2_E = 1.4426950408889634
 
 
 class KVAttention:
-    """The two launches of a device, made ready once for each problem.
+    """The kernels of a device, made ready once for each problem.
 
     Args:
         run: Carries calls out; tests put an executor in place of the device.
@@ -24,6 +24,7 @@ class KVAttention:
     def __init__(self, run: Runner) -> None:
         self.run = run
         self._ready = lru_cache(maxsize=1024)(self._prepare)
+        self._encoder = lru_cache(maxsize=256)(self._prepare_encoder)
 
     def __call__(
         self,
@@ -65,6 +66,40 @@ class KVAttention:
         root = _number(problem.head_dim**-0.5)
         (y,) = merge([parts, signs, root, dims_array((problem.splits, problem.queries))])
         return y
+
+    def encode(
+        self, keys: mx.array, values: mx.array, signs: mx.array, edges: mx.array, bits: tuple[int, int]
+    ) -> mx.array:
+        """Keys and values ``[..., d]`` of one dtype → records ``[..., words]``: the bytes of ``tqtool.kv.codec``.
+
+        Args:
+            keys: Finite, of a dtype that kernels read.
+            values: Likewise.
+            signs: float32 ``[d]``.
+            edges: Boundaries between levels, float32 ``[2^v_bits - 1]``.
+            bits: Of keys and of values.
+
+        Raises:
+            BackendError: shapes that do not fit, or bits that no kernel has.
+        """
+        head_dim, rows = keys.shape[-1], keys.size // keys.shape[-1]
+        fits = keys.shape == values.shape and signs.shape == (head_dim,) and edges.shape == ((1 << bits[1]) - 1,)
+        if not fits or head_dim not in kv.HEAD_DIMS or bits[0] not in kv.KEY_BITS or bits[1] not in kv.VALUE_BITS:
+            raise BackendError(f"KV encoder: keys {keys.shape}, values {values.shape}, bits {bits}")
+        run = self._encoder(rows, head_dim, *bits)
+        (records,) = run([keys, values, signs, edges, _number(head_dim**-0.5)])
+        return records.reshape(*keys.shape[:-1], records.shape[-1])
+
+    def _prepare_encoder(self, rows: int, head_dim: int, k_bits: int, v_bits: int) -> Ready:
+        return self.run(
+            Call(
+                name="kv_encode",
+                source=kv.ENCODE_SOURCE,
+                inputs=kv.ENCODE_INPUTS,
+                outputs=("records",),
+                launch=kv.encode_launch(rows, head_dim, k_bits, v_bits),
+            )
+        )
 
     def _prepare(self, problem: KVProblem) -> tuple[Ready, Ready]:
         reason = kv.supports(problem)

@@ -1,7 +1,8 @@
-"""Attention over packed KV records on a GPU: what the kernels support and how they are launched. Pure functions.
+"""Packed KV records on a GPU: what the kernels support and how they are launched. Pure functions.
 
-Two launches: ``kv_attend`` reads keys and values of the records once and leaves sums of splits of the tokens;
-``kv_merge`` puts those together and rotates each query's sum back. Metal's texts serve CUDA too (kernels/cuda/msl.cuh).
+``kv_encode`` makes records of new tokens. Attention is two launches: ``kv_attend`` reads keys and values of the records
+once and leaves sums of splits of the tokens; ``kv_merge`` puts those together and rotates each query's sum back.
+Metal's texts serve CUDA too (kernels/cuda/msl.cuh).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ ATTEND_SOURCE: Final = "metal/kv_attend.metal"
 ATTEND_INPUTS: Final = ("q", "records", "levels", "factor", "dims")
 MERGE_SOURCE: Final = "metal/kv_merge.metal"
 MERGE_INPUTS: Final = ("parts", "signs", "root", "dims")
+ENCODE_SOURCE: Final = "metal/kv_encode.metal"
+ENCODE_INPUTS: Final = ("keys", "values", "signs", "edges", "root")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +100,19 @@ def supports(problem: KVProblem) -> str | None:
     if problem.heads * problem.room * problem.words >= MAX_STREAM:
         return f"{problem.heads} heads with room for {problem.room} tokens: at most 2^31 - 1 words"
     return None
+
+
+def encode_launch(rows: int, head_dim: int, k_bits: int, v_bits: int) -> Launch:
+    """A simdgroup for each of ``rows`` tokens of heads; the rule is ``exact``."""
+    words = head_dim * (k_bits + v_bits) // 32 + 3 * head_dim // 64
+    return Launch(
+        grid=(rows * SIMD, 1, 1),
+        threadgroup=(SIMD, 1, 1),
+        template=(("D", head_dim), ("KB", k_bits), ("VB", v_bits)),
+        threadgroup_bytes=4 * 2 * head_dim,
+        outputs=(Output((rows, words), "uint32"),),
+        dims=(),
+    )
 
 
 def attend_launch(problem: KVProblem) -> Launch:

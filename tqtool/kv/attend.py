@@ -31,9 +31,15 @@ _NAMES: dict[mx.Dtype, Dtype] = {mx.float32: "float32", mx.float16: "float16", m
 
 def encode(keys: mx.array, values: mx.array, scheme: KVScheme) -> mx.array:
     """Keys and values ``[..., d]`` → records ``[..., words]``; on a CPU they are evaluated."""
-    if not on_cpu() or scheme.rule != "exact":
-        return array_codec.encode(keys, values, scheme)
     head_dim = keys.shape[-1]
+    if scheme.rule != "exact":
+        return array_codec.encode(keys, values, scheme)
+    if not on_cpu():
+        kernels = device_kernels()
+        if kernels is None or keys.dtype != values.dtype or keys.dtype not in _NAMES:
+            return array_codec.encode(keys, values, scheme)
+        tables = array_codec.sign_array(head_dim), array_codec.edge_array(scheme.v_bits, scheme.rule)
+        return kernels.encode(keys, values, *tables, (scheme.k_bits, scheme.v_bits))
     return mx.array(
         native.kv_encode(
             _floats(keys),

@@ -35,6 +35,7 @@ struct __half {
   explicit __half(float from) : value((_Float16)from) {}
   operator float() const { return (float)value; }
 };
+typedef __half half;
 struct half2 {
   __half x, y;
 };
@@ -47,6 +48,7 @@ static inline float __bfloat162float(__nv_bfloat16) { abort(); }
 static inline __half __float2half_rn(float) { abort(); }
 static inline __nv_bfloat16 __float2bfloat16_rn(float) { abort(); }
 static inline float __uint_as_float(uint32_t) { abort(); }
+static inline float __fmul_rn(float a, float b) { return a * b; }
 using std::max;
 using std::min;
 template <class T> static inline T __ldg(const T *from) { return *from; }
