@@ -21,8 +21,9 @@ MOST_QUERIES: Final = 4
 """Queries of a KV head that a threadgroup does together, each with a copy of its sums in registers; more are pieces."""
 MIN_SPLIT: Final = 64
 """Tokens of a split, at least: it costs a line of sums."""
-WANTED_GROUPS: Final = 264
-"""What tokens are split for: two threadgroups for each of an H200's 132 processors, six for each of 40 cores."""
+WANTED_SIMDGROUPS: Final = 2112
+"""What tokens are split for: sixteen for each of an H200's 132 processors, which is what 128 registers a lane let in at
+once; fifty for each of 40 cores."""
 MERGE_WARPS: Final = 8
 
 ATTEND_SOURCE: Final = "metal/kv_attend.metal"
@@ -88,7 +89,7 @@ class KVProblem:
     @property
     def splits(self) -> int:
         """Pieces that the tokens are cut into: by the room, so that a launch serves 256 tokens and more."""
-        return max(1, min(WANTED_GROUPS // (self.heads * self.pieces), self.room // MIN_SPLIT))
+        return max(1, min(WANTED_SIMDGROUPS // (self.warps * self.heads * self.pieces), self.room // MIN_SPLIT))
 
 
 def supports(problem: KVProblem) -> str | None:
