@@ -11,11 +11,15 @@ from tqtool.source.config import text_config
 from tqtool.transform.families import Family, Slot
 from tqtool.transform.folds import Shift
 from tqtool.transform.layout import Layout, Parameter, is_zero_centred, read_text
-from tqtool.transform.nested import PREFIX, TOWER, nested_names
+from tqtool.transform.nested import PREFIX, TOWER, nested_names, renamed_stack
 from tqtool.transform.outputs import DroppedTensor, OutputTensor
 
-_ZERO_CENTRED = (Slot.ATTENTION_NORM, Slot.MLP_NORM, Slot.FINAL_NORM, Slot.INNER_NORM)
-_COMPANION = "multi-token-prediction companion: a model of its own, which mlx-lm does not run"
+NORMS_AROUND_ZERO = (
+    *(Slot.ATTENTION_NORM, Slot.MLP_NORM, Slot.FINAL_NORM, Slot.INNER_NORM),
+    *(Slot.EMBEDDING_NORM, Slot.HIDDEN_NORM),  # of a companion
+)
+"""Norms whose gains a hybrid stores less one."""
+COMPANION_REASON = "multi-token-prediction companion: a model of its own, which mlx-lm does not run"
 _SEAM = f"{TOWER}merger.linear_fc2"
 """What a vision tower writes into the residual stream."""
 
@@ -47,15 +51,16 @@ def _read_nested(family: Family, shapes: Mapping[str, tuple[int, ...]], config: 
 
     def renamed(parameter: Parameter) -> Parameter:
         if parameter.stack is not None:
-            return replace(parameter, name=PREFIX + parameter.name, stack=_renamed_stack(parameter.stack, names.text))
-        shift = is_shifted and parameter.slot in _ZERO_CENTRED
+            stack = renamed_stack(parameter.stack, lambda name: PREFIX + name, names.text)
+            return replace(parameter, name=PREFIX + parameter.name, stack=stack)
+        shift = is_shifted and parameter.slot in NORMS_AROUND_ZERO
         stored = (Shift(value=1.0),) if shift else parameter.stored
         return replace(parameter, name=PREFIX + parameter.name, source=names.text[parameter.name], stored=stored)
 
     parameters = [renamed(parameter) for parameter in plain.parameters]
     parameters += _tower(names.tower, shapes, plain.geometry.hidden)
     dropped = [replace(drop, name=names.text[drop.name]) for drop in plain.dropped]
-    dropped += [DroppedTensor(name=name, reason=_COMPANION) for name in names.companion]
+    dropped += [DroppedTensor(name=name, reason=COMPANION_REASON) for name in names.companion]
     return replace(
         plain,
         parameters=tuple(parameters),
@@ -65,14 +70,6 @@ def _read_nested(family: Family, shapes: Mapping[str, tuple[int, ...]], config: 
         prefix=PREFIX,
         config_updates=_nested_updates(config, is_tied=plain.is_tied),
     )
-
-
-def _renamed_stack(stack: OutputTensor, text: Mapping[str, str]) -> OutputTensor:
-    parts = tuple(
-        replace(part, name=PREFIX + part.name, module=f"{PREFIX}{part.module}", source=text[part.source])
-        for part in stack.parts
-    )
-    return replace(stack, name=PREFIX + stack.name, module=f"{PREFIX}{stack.module}", parts=parts)
 
 
 def _nested_updates(config: Mapping[str, Any], *, is_tied: bool) -> dict[str, Any]:
