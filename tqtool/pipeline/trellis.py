@@ -35,9 +35,12 @@ from tqtool.pipeline.coding import (
     stock_model_source,
     tame_columns,
 )
-from tqtool.pipeline.convert import StoredDtype, packed_entry, plan_transform
+from tqtool.pipeline.companion import CompanionRequest, bundled_notes, bundled_request, companion_hints, plan_bundled
+from tqtool.pipeline.convert import plan_transform
+from tqtool.pipeline.dense import StoredDtype
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
-from tqtool.pipeline.rules import Choices, Packed, Rule, resolve, router_rules
+from tqtool.pipeline.rules import Choices, Packed, Rule, packed_entry, resolve, router_rules
+from tqtool.pipeline.sidecar import tower_hints, tower_sidecar
 from tqtool.solve.quantizer import Quantizer
 from tqtool.solve.search import Backend, DeviceChoice, choose_device
 from tqtool.solve.trellis import Tick, TrellisOptions
@@ -72,6 +75,8 @@ class TrellisRequest:
         journal: Folder that keeps finished tensors until the artifact is whole.
         files: Further files of the artifact, relative path → bytes.
         backend: Where paths are searched; ``options.device`` is what is made of it, module by module.
+        mtp: The companion to bundle, or None.
+        vision_sidecar: A vision tower is repeated in a file of its own, where other tools look for it.
     """
 
     source: str
@@ -96,6 +101,8 @@ class TrellisRequest:
     sensitivity: Sensitivity | None = None
     k_budget: float | None = None
     backend: Backend = "auto"
+    mtp: CompanionRequest | None = None
+    vision_sidecar: bool = True
     tick: Tick = field(default=lambda weights: None, compare=False)
 
     @property
@@ -189,17 +196,26 @@ def plan_trellis(request: TrellisRequest) -> Job:
         quantizers[output.name] = quantizers[output.pieces[0].name]
     chosen = Choices(quantizers=quantizers, notes=notes)
     is_packed = request.form == "packed"
+    companion = plan_bundled(request.mtp, checkpoint, transform, out=request.out)
+    sidecar = tower_sidecar(transform, wanted=request.vision_sidecar)
     extras = JobExtras(
-        config=packed_config(coded, quantizers) if is_packed else {},
+        config={**(packed_config(coded, quantizers) if is_packed else {}), **sidecar.config(target.of)},
+        sidecars=sidecar.files(),
+        companion=companion,
         files={**request.files, **({MODEL_FILE: stock_model_source()} if is_packed else {})},
         notes=notes,
-        plan_notes=(*target.notes(), *chosen.counted_notes(), *basis, *mix_notes, *fold_notes, *_device_notes(devices)),
+        plan_notes=(
+            *(*target.notes(), *chosen.counted_notes(), *basis, *mix_notes, *fold_notes),
+            *(*_device_notes(devices), *bundled_notes(companion)),
+        ),
+        hints=(*companion_hints(transform, companion), *tower_hints(sidecar, target.of)),
         dtype=target.config_dtype,
         default_entry=packed_entry(other),
         request={
             **request.to_json(),
             "backend": {f"k{k}": choice.device for k, choice in devices.items()},
             **({} if hessians is None else {"calibration": hessians.to_json()}),
+            **bundled_request(companion),
         },
         kind=f"trellis-{request.form}",
         is_stock=not is_packed,
