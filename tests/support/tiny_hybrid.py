@@ -11,7 +11,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from tests.oracles import draft_head
 from tests.support.tiny_bpe import write_bpe
@@ -85,6 +85,19 @@ def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDAr
     if "embed_tokens" in name:
         weight[:, 17] *= 6.0
     return weight
+
+
+def write_text_alone(folder: Path) -> PreTrainedModel:
+    """The text model alone, as transformers saves it under ``qwen3_5_text``, with a tokenizer; the model."""
+    whole = build()
+    config = whole.config.text_config
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    renamed = {name.replace("model.language_model.", "model."): value for name, value in whole.state_dict().items()}
+    model.load_state_dict({name: value for name, value in renamed.items() if ".visual." not in name})
+    model.save_pretrained(folder)
+    write_bpe(folder)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3_5_text"
+    return model.eval()
 
 
 def write_hybrid(folder: Path, *, tied: bool = False, experts: bool = False) -> Path:
