@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.oracles import decoder, delta_net, draft_head
 from tests.support.command import run
+from tests.support.companion_parity import drafts, exact_error, expected
 from tests.support.family_parity import mean_kl
 from tests.support.tensors import raw_tensors
-from tests.support.tiny_hybrid import VOCAB, companion_of, flat_config, tensors_of, write_with_companion
+from tests.support.tiny_hybrid import tensors_of, write_with_companion
 from tests.support.tiny_models import write_tiny
 from tqtool.artifact.verify import verify_artifact
 from tqtool.errors import ArtifactError, SourceError, UserError
@@ -29,7 +29,6 @@ from tqtool.solve.trellis import TrellisOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
-TOKENS = np.array([int(token) for token in np.random.default_rng(3).integers(3, VOCAB, 40)])
 FOUR = Packed(bits=4, group_size=64, mode="affine")
 
 
@@ -50,34 +49,10 @@ def written(trunk: Path, out: Path, form: Any = "dense", *, seed: int | None = 4
     return out
 
 
-def drafts(folder: Path, **options: Any) -> np.ndarray:
-    """Logits of the first draft behind every position but the last, as our runtime makes them."""
-    import mlx.core as mx
-
-    drafter = load_drafter(load(folder, **options))
-    return np.array(drafter.draft_logits(mx.array(TOKENS)[None])[0].astype(mx.float32), np.float64)
-
-
-def expected(source: Path, tap: str, *, is_folded: bool) -> np.ndarray:
-    """The same in float64 of the source; ``is_folded``: with the two things that a fold cannot keep."""
-    config = flat_config(source)
-    tensors = {k: v.astype(np.float64) for k, v in tensors_of(source).items() if not k.startswith("mtp.")}
-    trunk, head = delta_net.plain(tensors, config), draft_head.plain(companion_of(source))
-    state = decoder.residual(trunk, config, TOKENS)
-    final, gain = trunk["model.norm.weight"], None
-    if tap == "post_norm":
-        state = decoder.rms_norm(state, np.ones_like(final) if is_folded else final, config)
-        gain = final / np.sqrt(np.mean(final**2)) if is_folded else None
-    if is_folded:
-        head["norm.weight"] = final
-    embedded = trunk["model.embed_tokens.weight"][TOKENS[1:]]
-    normed = draft_head.forward(head, config, embedded, state[:-1], state_gain=gain)
-    return normed @ decoder.head(trunk, config).T
-
-
 @pytest.mark.parametrize("tap", ["post_norm", "pre_norm"])
 def test_folded_drafts_are_the_source_s(source: Path, tmp_path: Path, tap: Any) -> None:
     truth = expected(source, tap, is_folded=True)
+    assert exact_error(source, tap) < 1e-10
     found = drafts(written(source, tmp_path / "out", tap=tap))
     assert np.abs(found - truth).max() < 1e-4 * np.abs(truth).max()  # float32 behind five layers of a recurrence
     assert json.loads((tmp_path / "out" / "mtp" / "config.json").read_text())["hidden_tap"] == tap
