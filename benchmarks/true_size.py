@@ -73,17 +73,19 @@ Job = tuple[str, list[Any], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One command: wall time in seconds, peak resident bytes, weights that it read and coded."""
+    """One command: wall and processor time in seconds, peak resident bytes, weights that it read and coded."""
 
     name: str
     wall_s: float
+    cpu_s: float
     peak_bytes: int
     weights: int
 
     def text(self) -> str:
         """One line."""
         rate = f", {self.weights / self.wall_s / 1e6:.1f} Mw/s" if self.weights else ""
-        return f"{self.name}: {self.wall_s:.1f} s, peak {self.peak_bytes / 1e6:.0f} MB{rate}"
+        times = f"{self.wall_s:.1f} s, {self.cpu_s:.1f} s of processor time"
+        return f"{self.name}: {times}, peak {self.peak_bytes / 1e6:.0f} MB{rate}"
 
 
 def main() -> None:
@@ -187,7 +189,8 @@ def run(name: str, arguments: list[Any], weights: int) -> Row:
     if process.returncode:
         sys.exit(f"{' '.join(command)}\n{told}")
     peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Row(name=name, wall_s=time.perf_counter() - started, peak_bytes=peak, weights=weights)
+    cpu = usage.ru_utime + usage.ru_stime
+    return Row(name=name, wall_s=time.perf_counter() - started, cpu_s=cpu, peak_bytes=peak, weights=weights)
 
 
 def tensors(layers: int, text: dict[str, Any] = TEXT) -> Iterator[tuple[str, tuple[int, ...]]]:

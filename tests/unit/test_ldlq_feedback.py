@@ -195,6 +195,7 @@ def test_a_wide_matrix_is_factored_in_blocks(width: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(ldl, "FACTOR_WIDTH", 7)
     other = np.triu(matrix) + 100 * np.tril(np.ones_like(matrix), -1)
     root = upper_factor(other).root
+    assert np.array_equal(upper_factor(other.copy(), overwrite=True).root, root)
     assert np.array_equal(root, np.triu(root))
     np.testing.assert_allclose(root @ root.T, matrix, rtol=1e-10, atol=1e-10)
     np.testing.assert_allclose(root, expected, rtol=1e-8, atol=1e-10)

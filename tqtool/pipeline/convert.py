@@ -18,8 +18,9 @@ from tqtool.formats.dtypes import DType
 from tqtool.formats.sensitivity import Sensitivity
 from tqtool.pipeline.affine_mix import AffineMix, affine_mix, candidate_packings
 from tqtool.pipeline.allocation import basis_notes
+from tqtool.pipeline.beside import with_beside
 from tqtool.pipeline.calibrated import SINK_WEIGHT, calibrated_affine, open_hessians
-from tqtool.pipeline.companion import CompanionRequest, bundled_notes, bundled_request, companion_hints, plan_bundled
+from tqtool.pipeline.companion import CompanionRequest
 from tqtool.pipeline.dense import SHORT, StoredDtype
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
 from tqtool.pipeline.rules import (
@@ -33,7 +34,6 @@ from tqtool.pipeline.rules import (
     router_hints,
     router_rules,
 )
-from tqtool.pipeline.sidecar import tower_hints, tower_sidecar
 from tqtool.solve.rtn import AffineRtn
 from tqtool.source.checkpoint import Checkpoint, open_checkpoint
 from tqtool.source.mlx_lm_settings import eight_bit_modules
@@ -120,34 +120,27 @@ def plan_convert(request: ConvertRequest) -> Job:
         choices = resolve(transform.outputs, default=default, rules=rules, dtype_of=target.of)
     _require_packed(request, transform, choices)
     choices, calibration = _calibrated(request, checkpoint, transform, choices)
-    companion = plan_bundled(request.mtp, checkpoint, transform, out=request.out, dtype=request.dtype)
-    sidecar = tower_sidecar(transform, wanted=request.vision_sidecar)
     extras = JobExtras(
-        config=sidecar.config(target.of),
-        sidecars=sidecar.files(),
-        companion=companion,
         notes=choices.notes,
-        plan_notes=(
-            *target.notes(),
-            *choices.counted_notes(),
-            *basis,
-            *_mix_notes(request, mixed),
-            *bundled_notes(companion),
-        ),
-        hints=(
-            *head_hints(transform, choices),
-            *_stock_hints(request, checkpoint, transform),
-            *companion_hints(transform, companion),
-            *tower_hints(sidecar, target.of),
-        ),
+        plan_notes=(*target.notes(), *choices.counted_notes(), *basis, *_mix_notes(request, mixed)),
+        hints=(*head_hints(transform, choices), *_stock_hints(request, checkpoint, transform)),
         default_entry=None if request.packing is None else packed_entry(request.packing),
         dtype=target.config_dtype,
-        request={**request.to_json(), **calibration, **_allocation(request, mixed), **bundled_request(companion)},
+        request={**request.to_json(), **calibration, **_allocation(request, mixed)},
         tags=_tags(request, choices.main_bits(transform.outputs)),
         overwrite=request.overwrite,
         reuse=request.reuse,
         journal=request.journal,
         files=request.files,
+    )
+    extras = with_beside(
+        extras,
+        checkpoint,
+        transform,
+        out=request.out,
+        mtp=request.mtp,
+        vision_sidecar=request.vision_sidecar,
+        dtype=request.dtype,
     )
     return plan_job(checkpoint, transform, choices.choose, out=request.out, extras=extras)
 

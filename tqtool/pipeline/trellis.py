@@ -18,6 +18,7 @@ from tqtool.formats.kmap import rates_of
 from tqtool.formats.sensitivity import Sensitivity
 from tqtool.mathx.signs import require_seed
 from tqtool.pipeline.allocation import basis_notes, coded_mix
+from tqtool.pipeline.beside import with_beside
 from tqtool.pipeline.calibrated import SINK_WEIGHT, Hessians, calibrated_affine, open_hessians
 from tqtool.pipeline.coding import (
     MODEL_FILE,
@@ -35,12 +36,11 @@ from tqtool.pipeline.coding import (
     stock_model_source,
     tame_columns,
 )
-from tqtool.pipeline.companion import CompanionRequest, bundled_notes, bundled_request, companion_hints, plan_bundled
+from tqtool.pipeline.companion import CompanionRequest
 from tqtool.pipeline.convert import plan_transform
 from tqtool.pipeline.dense import StoredDtype
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
 from tqtool.pipeline.rules import Choices, Packed, Rule, packed_entry, resolve, router_rules
-from tqtool.pipeline.sidecar import tower_hints, tower_sidecar
 from tqtool.solve.quantizer import Quantizer
 from tqtool.solve.search import Backend, DeviceChoice, choose_device
 from tqtool.solve.trellis import Tick, TrellisOptions
@@ -188,34 +188,22 @@ def plan_trellis(request: TrellisRequest) -> Job:
     for output in coded:
         k = rates[str(output.module)]
         options = replace(request.options, k=k, device=devices[k].device)
-        for piece in output.pieces:
-            encoder, lines = encoder_of(piece, hessians)
-            quantizers[piece.name] = coding.quantizer(piece, options, encoder, target.of(output))
-            if lines:
-                notes[piece.name] = lines
-        quantizers[output.name] = quantizers[output.pieces[0].name]
+        made, said = _coders(output, coding, options, hessians, target)
+        quantizers |= made
+        notes |= said
     chosen = Choices(quantizers=quantizers, notes=notes)
     is_packed = request.form == "packed"
-    companion = plan_bundled(request.mtp, checkpoint, transform, out=request.out)
-    sidecar = tower_sidecar(transform, wanted=request.vision_sidecar)
     extras = JobExtras(
-        config={**(packed_config(coded, quantizers) if is_packed else {}), **sidecar.config(target.of)},
-        sidecars=sidecar.files(),
-        companion=companion,
+        config=packed_config(coded, quantizers) if is_packed else {},
         files={**request.files, **({MODEL_FILE: stock_model_source()} if is_packed else {})},
         notes=notes,
-        plan_notes=(
-            *(*target.notes(), *chosen.counted_notes(), *basis, *mix_notes, *fold_notes),
-            *(*_device_notes(devices), *bundled_notes(companion)),
-        ),
-        hints=(*companion_hints(transform, companion), *tower_hints(sidecar, target.of)),
+        plan_notes=(*target.notes(), *chosen.counted_notes(), *basis, *mix_notes, *fold_notes, *_device_notes(devices)),
         dtype=target.config_dtype,
         default_entry=packed_entry(other),
         request={
             **request.to_json(),
             "backend": {f"k{k}": choice.device for k, choice in devices.items()},
             **({} if hessians is None else {"calibration": hessians.to_json()}),
-            **bundled_request(companion),
         },
         kind=f"trellis-{request.form}",
         is_stock=not is_packed,
@@ -223,6 +211,9 @@ def plan_trellis(request: TrellisRequest) -> Job:
         overwrite=request.overwrite,
         reuse=request.reuse,
         journal=request.journal,
+    )
+    extras = with_beside(
+        extras, checkpoint, transform, out=request.out, mtp=request.mtp, vision_sidecar=request.vision_sidecar
     )
     return plan_job(checkpoint, transform, chosen.choose, out=request.out, extras=extras)
 
@@ -244,6 +235,21 @@ def check_trellis(job: Job, folder: Path, depth: Depth) -> None:
 def coded_weights(job: Job) -> int:
     """Weights that the trellis encoder will see: the unit of progress."""
     return sum(work.parameters for work in job.works if is_coded(work.quantizer))
+
+
+def _coders(
+    output: OutputTensor, coding: Coding, options: TrellisOptions, hessians: Hessians | None, target: StoredDtype
+) -> tuple[dict[str, Quantizer], dict[str, tuple[str, ...]]]:
+    """Quantizers of a coded output and its pieces by name, and what is to be said of them."""
+    quantizers: dict[str, Quantizer] = {}
+    notes: dict[str, tuple[str, ...]] = {}
+    for piece in output.pieces:
+        encoder, lines = encoder_of(piece, hessians)
+        quantizers[piece.name] = coding.quantizer(piece, options, encoder, target.of(output))
+        if lines:
+            notes[piece.name] = lines
+    quantizers[output.name] = quantizers[output.pieces[0].name]
+    return quantizers, notes
 
 
 def _transform(checkpoint: Checkpoint, request: TrellisRequest) -> TransformPlan:
