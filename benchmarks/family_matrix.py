@@ -32,6 +32,21 @@ TEXT = ROOT / "LICENSE"  # of which the tiny tokenizer makes about a token a byt
 TQTOOL = (str(Path(sys.executable).with_name("tqtool")),)
 SEED, ROWS, CONTEXT, SCORED, NEW_TOKENS, PROMPT = 42, 64, 64, 256, 8, "a cat and a dog"
 FOLD_COLUMNS = ("float64", "KL float32", "KL bf16")
+COMPANIONS = {
+    f"{family} {tap}": (family, tap) for family in ("qwen3_5", "qwen3_5_moe") for tap in ("post_norm", "pre_norm")
+}
+COMPANION_COLUMNS = ("float64", "float32", "KL to the source", "8-bit", "4-bit", "mlx-lm beside it")
+COMPANION_HEAD = """## Companions
+
+The draft head for multi-token prediction (`--mtp`, [`formats/companion.md`](formats/companion.md)) of the two hybrids
+above, random too: its final gain has nothing to do with its trunk's, and signs of its own, which is the worst case.
+
+* **float64**, **float32**: drafts behind 39 positions, folded against the source's with what a fold cannot keep (the
+  trunk's final gain for its own; of `post_norm` the norm before fc); largest difference over the largest logit. float64
+  by the dense draft head, float32 by tqtool's runtime on the written artifact.
+* **KL to the source**: mean KL(the source's drafts as they are ‖ folded), nats: what these two cost here.
+* **8-bit**, **4-bit**: mean KL(dense ‖ packed) over the same trunk; verified.
+* **mlx-lm beside it**: the artifact that holds it loads in stock mlx-lm and generates."""
 COLUMNS = (*FOLD_COLUMNS, "convert -q", "calibrate", "trellis", "trellis --ldlq", "stock", "generate")
 
 HEAD = """# Families
@@ -75,7 +90,12 @@ def main() -> None:
     from tests.support.tiny_families import CASES
 
     lines = {}
-    for name in options.cases or CASES:
+    for name in options.cases or [*CASES, *COMPANIONS]:
+        if name in COMPANIONS:
+            with tempfile.TemporaryDirectory(dir=options.work) as work:
+                lines[name] = measure_companion(name, Path(work))
+            print(lines[name], flush=True)
+            continue
         with tempfile.TemporaryDirectory(dir=options.work) as work:
             row = measure(name, Path(work))
         print(_row_text(row), flush=True)
@@ -127,6 +147,43 @@ def measure(name: str, work: Path) -> Row:
     answer = _run("generate", work / "packed", "--prompt", PROMPT, "--max-tokens", NEW_TOKENS, "--json")
     row.cells["generate"] = "pass" if json.loads(answer)["new_tokens"] else "nothing"
     return row
+
+
+def measure_companion(name: str, work: Path) -> str:
+    """The row of one companion."""
+    from tqtool.runtime.blas import ensure_blas
+
+    ensure_blas()
+    from tests.support import companion_parity as parity
+    from tests.support.family_parity import mean_kl
+    from tests.support.tiny_hybrid import write_with_companion
+
+    family, tap = COMPANIONS[name]
+    source = write_with_companion(work / "source", experts=family == "qwen3_5_moe")
+    rotate = ("--rotate-weights", "--rotation-seed", SEED, "--mtp-tap", tap.removesuffix("_norm"))
+    found = {}
+    for form in ("dense", "8", "4"):
+        _run("convert", source, work / form, *rotate, "--mtp", form, "--dtype", "float32", "--check", "none")
+        _run("verify", work / form, "--check", "none")
+        found[form] = parity.drafts(work / form)
+    stated, own = (parity.expected(source, tap, is_folded=is_folded) for is_folded in (True, False))
+    _run("convert", source, work / "q4", "-q", *rotate, "--mtp", "8", "--check", "none")
+    from tests.support.stock import stock_generate
+
+    answers = stock_generate([work / "q4"], PROMPT)
+    cells = (
+        f"{parity.exact_error(source, tap, seed=SEED):.0e}",
+        f"{np.abs(found['dense'] - stated).max() / np.abs(stated).max():.0e}",
+        f"{mean_kl(own, found['dense']):.3f}",
+        *(f"pass, {mean_kl(found['dense'], found[form]):.4f}" for form in ("8", "4")),
+        "pass" if all(answer["finite"] and answer["tokens"] for answer in answers.values()) else "not finite",
+    )
+    return f"{_companion_cells(name)} {' | '.join(cells)} |"
+
+
+def _companion_cells(name: str) -> str:
+    family, tap = COMPANIONS[name]
+    return f"| `{family}` | `{tap}` |"
 
 
 def _tokens(source: Path) -> list[int]:
@@ -184,6 +241,11 @@ def render(measured: dict[str, str], kept: list[str]) -> str:
     lines += [f"| case | family | what is special | {' | '.join(COLUMNS)} |", "|---" * (3 + len(COLUMNS)) + "|"]
     for name, case in CASES.items():
         old = [line for line in kept if line.startswith(_case_cells(name, case))]
+        lines += [measured[name]] if name in measured else old
+    lines += ["", COMPANION_HEAD, "", f"| trunk | hidden_tap | {' | '.join(COMPANION_COLUMNS)} |"]
+    lines.append("|---" * (2 + len(COMPANION_COLUMNS)) + "|")
+    for name in COMPANIONS:
+        old = [line for line in kept if line.startswith(_companion_cells(name))]
         lines += [measured[name]] if name in measured else old
     lines += ["", "## Rotations that are refused", "", "The other verbs take the first group as it is.", ""]
     lines += refusal_lines()
@@ -250,6 +312,7 @@ def page_problems(text: str) -> list[str]:
     from tqtool.transform.families import FAMILIES
 
     missing = [name for name, case in CASES.items() if _case_cells(name, case) not in text]
+    missing += [name for name in COMPANIONS if _companion_cells(name) not in text]
     problems = [f"{PAGE.name}: no row of case {name!r}" for name in missing]
     shown = {case.model_type for case in CASES.values()}
     problems += [f"tests/support/tiny_families.py: no case of {name!r}" for name in FAMILIES if name not in shown]

@@ -4,7 +4,12 @@ The checkpoint has the names and shapes of the 27B model. The layers asked for h
 holes of a sparse file, which read as zeros. ``inspect`` and ``--dry-run`` see all 64 layers; what reads weights gets a
 model of the first layers alone. Every command is a process of its own; memory is its peak resident set.
 
-    python benchmarks/true_size.py [--layers 4] [--work DIR] [--json]
+    python benchmarks/true_size.py [--part all] [--layers 4] [--work DIR] [--json]
+
+``--part write``: inspect, plans, convert, trellis, then what convert wrote is verified (stock mlx-lm, one forward) and
+generates two tokens. ``--part solve``: one layer of each kind under a vocabulary of a tokenizer's bytes, so that only
+layers count: calibrate over 128 tokens, feedback (LDLQ) on the widest matrix, down_proj, and on in_proj_qkv, all other
+tensors dense; the result generates two tokens.
 
 Sizes: 5120 wide, 64 layers of which every fourth has full attention (24 heads of 256, 4 for keys), 48 value and 16 key
 heads of 128 in the others, MLPs of 17408, a vocabulary of 248320, head apart.
@@ -32,6 +37,7 @@ from tqtool.formats.dtypes import DType
 from tqtool.formats.safetensors import build_header
 from tqtool.transform.delta_net import DeltaNet, is_linear
 
+ROOT = Path(__file__).parents[1]
 LAYERS = 64
 TEXT: dict[str, Any] = {
     "model_type": "qwen3_5_text",
@@ -52,41 +58,64 @@ TEXT: dict[str, Any] = {
     "max_position_embeddings": 262144,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
 }
+SMALL: dict[str, Any] = {**TEXT, "vocab_size": 320, "full_attention_interval": 2}
+"""Two layers have both kinds; ids are a byte-level tokenizer's."""
+ROWS, CONTEXT = 2, 64
 BLOCK = 1 << 24
 SHARD_BYTES = 5 << 30
 LAST_LINEAR, LAST_FULL = 2, 3
 """The layers that the trellis run codes: linear attention of one, the MLP of the other."""
 
 
+Job = tuple[str, list[Any], int]
+"""Name, arguments of ``tqtool``, weights that it reads and codes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One command: wall time in seconds, peak resident bytes, weights that it read and coded."""
+    """One command: wall and processor time in seconds, peak resident bytes, weights that it read and coded."""
 
     name: str
     wall_s: float
+    cpu_s: float
     peak_bytes: int
     weights: int
 
     def text(self) -> str:
         """One line."""
         rate = f", {self.weights / self.wall_s / 1e6:.1f} Mw/s" if self.weights else ""
-        return f"{self.name}: {self.wall_s:.1f} s, peak {self.peak_bytes / 1e6:.0f} MB{rate}"
+        times = f"{self.wall_s:.1f} s, {self.cpu_s:.1f} s of processor time"
+        return f"{self.name}: {times}, peak {self.peak_bytes / 1e6:.0f} MB{rate}"
 
 
 def main() -> None:
     """Make the checkpoints, run the commands, print a row each."""
+    sys.path.insert(0, str(ROOT))
     options = _options()
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=options.work) as place:
-        work = Path(place)
-        whole = write_checkpoint(work / "whole", LAYERS, filled=0)
-        part = write_checkpoint(work / "part", options.layers, filled=options.layers)
-        rows = list(measure(work, whole, part, options.layers))
+        if options.part in ("all", "write"):
+            rows += run_all(write_jobs(Path(place), options.layers))
+    with tempfile.TemporaryDirectory(dir=options.work) as place:
+        if options.part in ("all", "solve"):
+            rows += run_all(solve_jobs(Path(place)))
     if options.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
 
 
-def measure(work: Path, whole: Path, part: Path, layers: int) -> Iterator[Row]:
-    """Run everything."""
+def run_all(jobs: list[Job]) -> list[Row]:
+    """A row for each job, printed as it is done."""
+    rows = []
+    for name, arguments, weights in jobs:
+        rows.append(run(name, arguments, weights))
+        print(rows[-1].text(), flush=True)
+    return rows
+
+
+def write_jobs(work: Path, layers: int) -> list[Job]:
+    """What reads headers sees the whole model, what reads weights its first ``layers`` layers, head and embedding."""
+    whole = write_checkpoint(work / "whole", LAYERS, filled=0)
+    part = write_checkpoint(work / "part", layers, filled=layers)
     weights = sum(math.prod(shape) for name, shape in tensors(layers) if ".layers." in name)
     stem = "language_model.model.layers"
     coded = (f"{stem}.{LAST_LINEAR}.linear_attn.in_proj_qkv", f"{stem}.{LAST_LINEAR}.linear_attn.out_proj")
@@ -97,7 +126,7 @@ def measure(work: Path, whole: Path, part: Path, layers: int) -> Iterator[Row]:
         for name, shape in tensors(layers)
         if name.replace("model.language_model.", "language_model.model.").removesuffix(".weight") in (*coded, *mlp)
     )
-    jobs: list[tuple[str, list[Any], int]] = [
+    return [
         ("inspect, 64 layers", ["inspect", whole], 0),
         ("convert --dry-run, 64 layers", ["convert", whole, work / "a", "-q", "--rotate-weights", "--dry-run"], 0),
         ("trellis --dry-run, 64 layers", ["trellis", whole, work / "b", "--modules", "all", "--dry-run"], 0),
@@ -112,11 +141,40 @@ def measure(work: Path, whole: Path, part: Path, layers: int) -> Iterator[Row]:
             ["trellis", part, work / "t", "-k", 3, *modules, "--check", "none"],
             n_coded,
         ),
+        *served_jobs(f"convert -q --rotate-weights, {layers} layers", work / "r"),
     ]
-    for name, arguments, count in jobs:
-        row = run(name, arguments, count)
-        print(row.text(), flush=True)
-        yield row
+
+
+def solve_jobs(work: Path) -> list[Job]:
+    """Calibration and feedback, one layer of each kind."""
+    source = write_checkpoint(work / "small", 2, filled=2, text=SMALL)
+    stem = "language_model.model.layers"
+    coded = (f"{stem}.0.linear_attn.in_proj_qkv", f"{stem}.1.mlp.down_proj")
+    shapes = dict(tensors(2, SMALL))
+    names = {module: f"{module.replace('language_model.model', 'model.language_model')}.weight" for module in coded}
+    n_coded = sum(math.prod(shapes[name]) for name in names.values())
+    outputs = [name.replace("model.language_model.", "language_model.model.") for name in shapes]
+    dense = [f"{module.removesuffix('.weight')}" for module in outputs if module.endswith("_proj.weight")]
+    dense += [module.removesuffix(".weight") for module in outputs if ".in_proj_" in module]
+    dense += ["language_model.model.embed_tokens", "language_model.lm_head"]
+    rules = [option for module in dense if module not in coded for option in ("--rule", f"{module}=float")]
+    modules = [option for module in coded for option in ("--modules", module)]
+    text = ("--text", ROOT / "LICENSE", "--rows", ROWS, "--context", CONTEXT, "--rotate-weights")
+    solve = ["trellis", source, work / "t", "-k", 3, *modules, *rules, "--ldlq", work / "h", "--check", "none"]
+    return [
+        (f"calibrate, 2 layers, {ROWS * CONTEXT} tokens", ["calibrate", source, work / "h", *text], 0),
+        (f"trellis -k 3 --ldlq of down_proj and in_proj_qkv, {n_coded / 1e6:.0f} M weights", solve, n_coded),
+        *served_jobs("trellis --ldlq, 2 layers", work / "t"),
+    ]
+
+
+def served_jobs(what: str, folder: Path) -> list[Job]:
+    """Loading what was written: in stock mlx-lm with one forward of six tokens, and in the runtime."""
+    answer = ["generate", folder, "--prompt", "a", "--raw", "--max-tokens", 2]
+    return [
+        (f"verify of {what}", ["verify", folder], 0),
+        (f"generate, 1 + 2 tokens, {what}", answer, 0),
+    ]
 
 
 def run(name: str, arguments: list[Any], weights: int) -> Row:
@@ -131,18 +189,19 @@ def run(name: str, arguments: list[Any], weights: int) -> Row:
     if process.returncode:
         sys.exit(f"{' '.join(command)}\n{told}")
     peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Row(name=name, wall_s=time.perf_counter() - started, peak_bytes=peak, weights=weights)
+    cpu = usage.ru_utime + usage.ru_stime
+    return Row(name=name, wall_s=time.perf_counter() - started, cpu_s=cpu, peak_bytes=peak, weights=weights)
 
 
-def tensors(layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def tensors(layers: int, text: dict[str, Any] = TEXT) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes as Hugging Face has them."""
-    hidden, inner, head = TEXT["hidden_size"], TEXT["intermediate_size"], TEXT["head_dim"]
-    query, key = TEXT["num_attention_heads"] * head, TEXT["num_key_value_heads"] * head
+    hidden, inner, head = text["hidden_size"], text["intermediate_size"], text["head_dim"]
+    query, key = text["num_attention_heads"] * head, text["num_key_value_heads"] * head
     stem = "model.language_model"
-    yield f"{stem}.embed_tokens.weight", (TEXT["vocab_size"], hidden)
+    yield f"{stem}.embed_tokens.weight", (text["vocab_size"], hidden)
     net = DeltaNet(key_heads=16, value_heads=48, key_dim=128, value_dim=128, kernel=4)
     for layer in range(layers):
-        if is_linear(layer, TEXT):
+        if is_linear(layer, text):
             parts = [(name, shape) for _, name, shape in net.tensors(hidden)]
         else:
             parts = [
@@ -162,25 +221,28 @@ def tensors(layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         ]
         yield from ((f"{stem}.layers.{layer}.{name}", shape) for name, shape in parts)
     yield f"{stem}.norm.weight", (hidden,)
-    yield "lm_head.weight", (TEXT["vocab_size"], hidden)
+    yield "lm_head.weight", (text["vocab_size"], hidden)
 
 
-def write_checkpoint(folder: Path, layers: int, *, filled: int) -> Path:
-    """A checkpoint in bf16 with random values in the first ``filled`` layers and holes elsewhere."""
+def write_checkpoint(folder: Path, layers: int, *, filled: int, text: dict[str, Any] = TEXT) -> Path:
+    """A checkpoint in bf16 with random values in the first ``filled`` layers and holes elsewhere, and a tokenizer."""
+    from tests.support.tiny_bpe import write_bpe
+
     folder.mkdir()
+    write_bpe(folder)
     config = {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "model_type": "qwen3_5",
         "torch_dtype": "bfloat16",
         "tie_word_embeddings": False,
-        "text_config": {**TEXT, "num_hidden_layers": layers},
+        "text_config": {**text, "num_hidden_layers": layers},
     }
     (folder / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(0)
     noise = (0.02 * rng.standard_normal(BLOCK, np.float32)).astype(ml_dtypes.bfloat16).view(np.uint8)
     shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     size = 0
-    for name, shape in tensors(layers):
+    for name, shape in tensors(layers, text):
         nbytes = 2 * math.prod(shape)
         if shards[-1] and size + nbytes > SHARD_BYTES:
             shards.append([])
@@ -195,16 +257,17 @@ def write_checkpoint(folder: Path, layers: int, *, filled: int) -> Path:
         with (folder / file).open("wb") as out:
             out.write(header)
             for name, shape in members:
-                _write_values(out, name, 2 * math.prod(shape), noise, filled)
+                _write_values(out, name, 2 * math.prod(shape), noise, filled, is_small=text is SMALL)
             out.truncate()
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 
 
-def _write_values(out: Any, name: str, nbytes: int, noise: Any, filled: int) -> None:
+def _write_values(out: Any, name: str, nbytes: int, noise: Any, filled: int, *, is_small: bool) -> None:
+    """Random values; a hole outside the filled layers, and for tables but small ones, which calibration reads."""
     layer = int(name.split(".layers.")[1].split(".")[0]) if ".layers." in name else None
-    if layer is None or layer >= filled:
+    if (layer is None and not is_small) or (layer is not None and layer >= filled):
         end = out.tell() + nbytes
         out.seek(end - 1)
         out.write(b"\0")  # the hole before it takes no room
@@ -218,6 +281,7 @@ def _write_values(out: Any, name: str, nbytes: int, noise: Any, filled: int) -> 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("all", "write", "solve"), default="all", help="what to run")
     parser.add_argument("--layers", type=int, default=4, help="layers with values, four at least (about 0.8 GB each)")
     parser.add_argument("--work", help="where the temporary files go")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON too")

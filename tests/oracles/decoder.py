@@ -26,40 +26,52 @@ HAVE_MLP_BIAS = ("llama", "smollm3", "granite")
 def forward(weights: Weights, config: dict[str, Any], tokens: NDArray[np.int_]) -> NDArray[np.float64]:
     """Logits ``[T, vocab]`` of one sequence."""
     weights = delta_net.plain(weights, config)
+    x = rms_norm(residual(weights, config, tokens), weights["model.norm.weight"], config)
+    logits: NDArray[np.float64] = x @ head(weights, config).T
+    return logits / config.get("logits_scaling", 1.0)
+
+
+def residual(weights: Weights, config: dict[str, Any], tokens: NDArray[np.int_]) -> NDArray[np.float64]:
+    """What the final norm reads, ``[T, hidden]``; ``weights`` by their plain names."""
     x = weights["model.embed_tokens.weight"][tokens]
-    is_gemma = config["model_type"] == "gemma3_text"
-    if is_gemma:
+    if config["model_type"] == "gemma3_text":
         x = x * np.sqrt(config["hidden_size"])
     x = x * config.get("embedding_multiplier", 1.0)
-    step = config.get("residual_multiplier", 1.0)
     for layer in range(config["num_hidden_layers"]):
-        stem = f"model.layers.{layer}"
-        normed = rms_norm(x, weights[f"{stem}.input_layernorm.weight"], config)
-        if delta_net.is_linear(config, layer):
-            written = delta_net.mix(weights, config, f"{stem}.linear_attn", normed)
+        x = block(weights, config, layer, x)
+    return x
+
+
+def head(weights: Weights, config: dict[str, Any]) -> NDArray[np.float64]:
+    return weights["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
+
+
+def block(weights: Weights, config: dict[str, Any], layer: int, x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """One decoder layer on ``[T, hidden]``."""
+    stem, step = f"model.layers.{layer}", config.get("residual_multiplier", 1.0)
+    is_gemma = config["model_type"] == "gemma3_text"
+    normed = rms_norm(x, weights[f"{stem}.input_layernorm.weight"], config)
+    if delta_net.is_linear(config, layer):
+        written = delta_net.mix(weights, config, f"{stem}.linear_attn", normed)
+    else:
+        written = attention(weights, config, f"{stem}.self_attn", normed, is_turned=is_turned(config, layer))
+    if is_gemma:
+        written = rms_norm(written, weights[f"{stem}.post_attention_layernorm.weight"], config)
+    x = x + step * written
+    before = "pre_feedforward" if is_gemma else "post_attention"
+    normed = rms_norm(x, weights[f"{stem}.{before}_layernorm.weight"], config)
+    if experts.is_sparse(config, layer):
+        written = experts.block(weights, config, layer, normed)
+    else:
+        if f"{stem}.mlp.gate_up_proj.weight" in weights:
+            gate, up = np.split(linear(weights, f"{stem}.mlp.gate_up_proj", normed), 2, axis=-1)
         else:
-            written = attention(weights, config, f"{stem}.self_attn", normed, is_turned=is_turned(config, layer))
-        if is_gemma:
-            written = rms_norm(written, weights[f"{stem}.post_attention_layernorm.weight"], config)
-        x = x + step * written
-        before = "pre_feedforward" if is_gemma else "post_attention"
-        normed = rms_norm(x, weights[f"{stem}.{before}_layernorm.weight"], config)
-        if experts.is_sparse(config, layer):
-            written = experts.block(weights, config, layer, normed)
-        else:
-            if f"{stem}.mlp.gate_up_proj.weight" in weights:
-                gate, up = np.split(linear(weights, f"{stem}.mlp.gate_up_proj", normed), 2, axis=-1)
-            else:
-                gate = linear(weights, f"{stem}.mlp.gate_proj", normed)
-                up = linear(weights, f"{stem}.mlp.up_proj", normed)
-            written = linear(weights, f"{stem}.mlp.down_proj", (gelu(gate) if is_gemma else silu(gate)) * up)
-        if is_gemma:
-            written = rms_norm(written, weights[f"{stem}.post_feedforward_layernorm.weight"], config)
-        x = x + step * written
-    x = rms_norm(x, weights["model.norm.weight"], config)
-    tied = config["tie_word_embeddings"]
-    logits: NDArray[np.float64] = x @ weights["model.embed_tokens.weight" if tied else "lm_head.weight"].T
-    return logits / config.get("logits_scaling", 1.0)
+            gate = linear(weights, f"{stem}.mlp.gate_proj", normed)
+            up = linear(weights, f"{stem}.mlp.up_proj", normed)
+        written = linear(weights, f"{stem}.mlp.down_proj", (gelu(gate) if is_gemma else silu(gate)) * up)
+    if is_gemma:
+        written = rms_norm(written, weights[f"{stem}.post_feedforward_layernorm.weight"], config)
+    return x + step * written
 
 
 def is_turned(config: dict[str, Any], layer: int) -> bool:

@@ -9,13 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from tests.support.command import run
 from tests.support.conversions import convert
 from tests.support.family_parity import mean_kl, mlx_logits
 from tests.support.stock import stock_convert, stock_generate
 from tests.support.tensors import raw_tensors
-from tests.support.tiny_hybrid import EXPERTS, VOCAB, build, change, fused, tensors_of, write_hybrid
+from tests.support.tiny_hybrid import (
+    EXPERTS,
+    VOCAB,
+    build,
+    change,
+    fused,
+    tensors_of,
+    write_hybrid,
+    write_text_alone,
+)
+from tqtool.artifact.verify import verify_artifact
 from tqtool.calibration.calibrate import CalibrationRequest, calibrate, plan_calibration
 from tqtool.errors import SourceError
 from tqtool.formats.dtypes import DType
@@ -66,7 +77,12 @@ def test_bytes_are_those_of_mlx_lm_convert_and_the_tower_is_kept(source: Path, t
     ours, stock = raw_tensors(tmp_path / "ours"), raw_tensors(tmp_path / "stock")
     assert {name: ours[name] for name in stock} == stock
     tower = {name.replace("vision_tower.", "model.visual."): ours[name] for name in ours.keys() - stock.keys()}
-    assert tower == {name: raw for name, raw in raw_tensors(source).items() if ".visual." in name}
+    expected = {name: raw for name, raw in raw_tensors(source).items() if ".visual." in name}
+    patch = "model.visual.patch_embed.proj.weight"  # a convolution's channels, last as mlx-vlm stores them
+    kind, shape, data = expected[patch]
+    turned = np.frombuffer(data, np.float32).reshape(shape).transpose(0, 2, 3, 4, 1)
+    expected[patch] = (kind, turned.shape, turned.tobytes())
+    assert tower == expected
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["vision_config"]["depth"] == 1
 
 
@@ -82,7 +98,56 @@ def test_what_the_tower_writes_is_rotated_with_the_stream_and_nothing_else_of_it
     others = [name for name in before if ".visual." in name and "linear_fc2" not in name.replace("blocks", "")]
     assert len(others) > 10
     for name in others:
-        assert np.array_equal(rotated[name.replace("model.visual.", "vision_tower.")], before[name])
+        expected = before[name].transpose(0, 2, 3, 4, 1) if before[name].ndim == 5 else before[name]
+        assert np.array_equal(rotated[name.replace("model.visual.", "vision_tower.")], expected)
+
+
+def test_the_tower_is_repeated_where_optiq_looks_for_it(
+    source: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    out = convert(source, tmp_path / "out", rotation_seed=42).out
+    inside = raw_tensors(out)
+    file = out / "optiq" / "optiq_vision.safetensors"
+    tower = {name: raw for name, raw in inside.items() if name.startswith("vision_tower.")}
+    assert {name: np.asarray(array).tobytes() for name, array in load_file(file).items()} == {
+        name: raw[2] for name, raw in tower.items()
+    }
+    stated = json.loads((out / "config.json").read_text())["optiq_vision"]
+    assert stated == {"sidecar": "optiq/optiq_vision.safetensors", "dtype": "float32", "n_tensors": len(tower)}
+    good = {check.name: check for check in verify_artifact(out, depth="none").checks}
+    assert good["sidecar"].status == "pass"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    bad = {check.name: check for check in verify_artifact(out, depth="none").checks}
+    assert "other values than in the shards" in bad["sidecar"].problems[0]
+    alone = plan_convert(ConvertRequest(source=str(source), out=tmp_path / "alone", vision_sidecar=False))
+    alone.run()
+    assert not (tmp_path / "alone" / "optiq").exists()
+    assert "optiq_vision" not in json.loads((tmp_path / "alone" / "config.json").read_text())
+    told = run(capsys, monkeypatch, "convert", source, tmp_path / "x", "--dry-run").out
+    assert "--no-vision-sidecar leaves optiq/optiq_vision.safetensors out" in told
+
+
+def test_a_tower_stored_as_mlx_does_is_kept_as_it_is(source: Path, tmp_path: Path) -> None:
+    once = dense(source, tmp_path / "once")
+    assert raw_tensors(dense(once, tmp_path / "twice")) == raw_tensors(once)
+
+
+def test_the_text_model_alone_is_read_as_transformers_saves_it(tmp_path: Path) -> None:
+    """mlx-lm has no ``qwen3_5_text``: the artifact says ``qwen3_5``, which it reads without a tower too."""
+    source = tmp_path / "source"
+    model = write_text_alone(source)
+    with torch.no_grad():
+        expected = model(torch.tensor([TOKENS])).logits[0].double().numpy()
+    plain = dense(source, tmp_path / "plain")
+    assert json.loads((plain / "config.json").read_text())["model_type"] == "qwen3_5"
+    assert np.abs(mlx_logits(plain, TOKENS) - expected).max() < 1e-4 * np.abs(expected).max()
+    assert 0 < mean_kl(expected, mlx_logits(dense(source, tmp_path / "rotated", 42), TOKENS)) <= 1e-5
+    assert verify_artifact(tmp_path / "rotated", depth="load").is_good
+    request = CalibrationRequest(source=str(source), out=tmp_path / "h", text=TEXT, rows=2, context=24, rotation_seed=1)
+    assert calibrate(plan_calibration(request)).model_type == "qwen3_5"
+    assert np.abs(served(source) - expected).max() < 1e-4 * np.abs(expected).max()
 
 
 def test_gains_after_reload_are_the_planned_ones(source: Path, tmp_path: Path) -> None:

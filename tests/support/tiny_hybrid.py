@@ -11,8 +11,9 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from tests.oracles import draft_head
 from tests.support.tiny_bpe import write_bpe
 
 VOCAB = 320
@@ -86,12 +87,56 @@ def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDAr
     return weight
 
 
+def write_text_alone(folder: Path) -> PreTrainedModel:
+    """The text model alone, as transformers saves it under ``qwen3_5_text``, with a tokenizer; the model."""
+    whole = build()
+    config = whole.config.text_config
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    renamed = {name.replace("model.language_model.", "model."): value for name, value in whole.state_dict().items()}
+    model.load_state_dict({name: value for name, value in renamed.items() if ".visual." not in name})
+    model.save_pretrained(folder)
+    write_bpe(folder)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3_5_text"
+    return model.eval()
+
+
 def write_hybrid(folder: Path, *, tied: bool = False, experts: bool = False) -> Path:
     """The model's folder as transformers writes it, with a tokenizer."""
     build(tied=tied, experts=experts).save_pretrained(folder)
     write_bpe(folder)
     assert json.loads((folder / "config.json").read_text())["model_type"] == ("qwen3_5_moe" if experts else "qwen3_5")
     return folder
+
+
+def write_with_companion(folder: Path, *, experts: bool = False, inside: bool = True) -> Path:
+    """The same with a companion: as tensors ``mtp.*`` among the others, or mlx-vlm's way in ``folder/mtp``."""
+    write_hybrid(folder, experts=experts)
+    head = {name: array.astype(np.float32) for name, array in companion_of(folder).items()}
+    if inside:
+        return change(folder, tensors_of(folder) | head)
+    (folder / "mtp").mkdir()
+    save_file(
+        {name: np.ascontiguousarray(array) for name, array in draft_head.plain(head).items()},
+        folder / "mtp" / "model.safetensors",
+        metadata={"format": "mlx"},
+    )
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    config = {"model_type": "qwen3_5_mtp", "text_config": text, "block_size": 3, "tie_word_embeddings": False}
+    (folder / "mtp" / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def companion_of(folder: Path) -> dict[str, NDArray[np.float64]]:
+    """The random draft head that ``write_with_companion`` gives the model of ``folder``, as Hugging Face stores it."""
+    return draft_head.random_head(flat_config(folder), seed=5)
+
+
+def flat_config(folder: Path) -> dict[str, Any]:
+    """Settings of the text model as the oracles take them."""
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"]
+    turned = text["rope_parameters"]["partial_rotary_factor"]
+    return {**text, "model_type": config["model_type"], "partial_rotary_factor": turned}
 
 
 def fused(tensors: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

@@ -325,3 +325,18 @@ def test_another_run_in_the_same_folder_is_refused(tmp_path):
             calibrate(job)
 
     calibrate(job, other)
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["the user's", "ours"])
+def test_a_run_that_fails_at_once_takes_only_its_own_folder(tmp_path, is_there):
+    tiny = Tiny()
+    tensors = tiny.tensors()
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = np.nan
+    job_request = request(tmp_path, tiny)
+    write_weights(tmp_path / "source", tensors)
+    if is_there:
+        (tmp_path / "out").mkdir()
+    with pytest.raises(NumericalError):
+        calibrate(plan_calibration(job_request))
+    assert (tmp_path / "out").is_dir() is is_there
+    assert not is_there or not any((tmp_path / "out").iterdir())

@@ -187,6 +187,28 @@ def test_a_pass_that_runs_away_stops() -> None:
     assert not code_with_feedback(weight, upper_factor(hessian(40)), Rounder(uniform(40, 8))).finished
 
 
+@pytest.mark.parametrize("width", [1, 7, 8, 21, 40])
+def test_a_wide_matrix_is_factored_in_blocks(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One, two and six blocks of 7, the first of them ragged; what stands below the diagonal is not read."""
+    matrix = hessian(width)
+    expected = upper_factor(matrix).root
+    monkeypatch.setattr(ldl, "FACTOR_WIDTH", 7)
+    other = np.triu(matrix) + 100 * np.tril(np.ones_like(matrix), -1)
+    root = upper_factor(other).root
+    assert np.array_equal(upper_factor(other.copy(), overwrite=True).root, root)
+    assert np.array_equal(root, np.triu(root))
+    np.testing.assert_allclose(root @ root.T, matrix, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(root, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_a_block_that_is_not_positive_definite_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ldl, "FACTOR_WIDTH", 7)
+    matrix = hessian(40)
+    matrix[3, 3] = -1.0
+    with pytest.raises(NumericalError, match="width 40 is not positive definite"):
+        upper_factor(matrix)
+
+
 def test_what_is_no_hessian() -> None:
     with pytest.raises(NumericalError, match="not positive definite"):
         upper_factor(np.diag([1.0, -1.0]))

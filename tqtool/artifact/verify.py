@@ -18,12 +18,15 @@ from tqtool.artifact.config_check import config_entries, config_problems
 from tqtool.artifact.decode_check import decode_problems
 from tqtool.artifact.reader import SHARD_GLOB, Artifact, open_artifact, read_manifest, read_object
 from tqtool.artifact.reload import Depth, compare_modules, reload_stock
+from tqtool.artifact.sidecar import VISION_NAME, sidecar_problems
 from tqtool.artifact.writer import INDEX_NAME
 from tqtool.errors import ArtifactError, TqError
-from tqtool.formats.manifest import MANIFEST_NAME, Manifest
+from tqtool.formats.manifest import MANIFEST_NAME, Manifest, rotation_seeds
 
 Status = Literal["pass", "fail", "skip"]
 _HASH_BLOCK = 1 << 20
+COMPANION_FOLDER = "mtp"
+_COMPANION_KIND = "companion-"
 _IGNORED = (".git", ".gitattributes", ".cache", ".DS_Store")
 """What hubs and file managers add to a folder; nothing loads them."""
 
@@ -83,7 +86,13 @@ def verify_artifact(path: Path, *, depth: Depth = "forward") -> VerifyReport:
         checks.append(_guarded("decode", lambda: _check_decode(opened)))
     else:
         checks.append(Check(name="decode", status="skip", detail="config and tensors disagree"))
-    if depth == "none":
+    if VISION_NAME in manifest.files:
+        checks.append(_guarded("sidecar", lambda: _check_sidecar(opened)))
+    if f"{COMPANION_FOLDER}/{MANIFEST_NAME}" in manifest.files:
+        checks.append(_guarded("companion", lambda: _check_companion(opened)))
+    if manifest.kind.startswith(_COMPANION_KIND):
+        checks.append(Check(name="reload", status="skip", detail="mlx-lm runs no companion"))
+    elif depth == "none":
         checks.append(Check(name="reload", status="skip", detail="not asked for"))
     else:
         checks.append(_guarded("reload", lambda: _check_reload(opened, depth)))
@@ -180,6 +189,26 @@ def _check_config(artifact: Artifact) -> tuple[str, list[str]]:
 def _check_decode(artifact: Artifact) -> tuple[str, list[str]]:
     n_modules, problems = decode_problems(artifact, config_entries(artifact))
     return f"rows of {n_modules} modules decoded", problems
+
+
+def _check_sidecar(artifact: Artifact) -> tuple[str, list[str]]:
+    n_tensors, problems = sidecar_problems(artifact)
+    return f"{n_tensors} tensors of the vision tower as in the shards", problems
+
+
+def _check_companion(artifact: Artifact) -> tuple[str, list[str]]:
+    """It is whole, and carries the rotations of its trunk."""
+    path = artifact.path / COMPANION_FOLDER
+    report = verify_artifact(path, depth="none")
+    problems = [f"{COMPANION_FOLDER}/ {each.name}: {line}" for each in report.checks for line in each.problems]
+    inside = read_manifest(path)
+    seeds, own = rotation_seeds(artifact.manifest.transforms), rotation_seeds(inside.transforms)
+    if seeds != own:
+        problems.append(f"{COMPANION_FOLDER}/ carries rotations of seeds {list(own)}, its trunk {list(seeds)}")
+    tap = read_object(path / "config.json").get("hidden_tap")
+    if not inside.kind.startswith(_COMPANION_KIND) or not isinstance(tap, str):
+        problems.append(f"{COMPANION_FOLDER}/ holds {inside.kind}, whose config.json has hidden_tap {tap!r}")
+    return f"{inside.kind} of {len(inside.tensors)} tensors, hidden state at {tap}", problems
 
 
 def _check_reload(artifact: Artifact, depth: Depth) -> tuple[str, list[str]]:

@@ -28,7 +28,7 @@ from tqtool.artifact.leftovers import Hold, clear_leftovers, make_partial, repla
 from tqtool.errors import ArtifactError, UserError
 from tqtool.formats.dtypes import dtype_of
 from tqtool.formats.manifest import MANIFEST_NAME
-from tqtool.formats.safetensors import build_header
+from tqtool.formats.safetensors import build_header, read_header
 from tqtool.solve.quantizer import StoredTensor
 
 MAX_SHARD_BYTES = 5 << 30
@@ -192,6 +192,35 @@ class ArtifactWriter:
             metadata["total_parameters"] = self._total_parameters
         weight_map = dict(sorted((tensor.name, shard) for tensor, shard in tensors))
         self.add_bytes(INDEX_NAME, json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=4).encode())
+
+    def add_sidecar(self, relpath: str, names: Sequence[str]) -> None:
+        """Write tensors of the finished shards once more, to a safetensors file of their own."""
+        planned = {tensor.name: (shard.name, tensor) for shard in self.shards for tensor in shard.tensors}
+        files = {planned[name][0] for name in names}
+        headers = {file: read_header(self.folder / file).tensors for file in files}
+        entries = [(name, planned[name][1].dtype, planned[name][1].shape) for name in names]
+        header, _ = build_header(entries, {"format": "mlx"})
+        path = self._claim(relpath)
+        digest = hashlib.sha256(header)
+        with disk_errors(path), path.open("wb") as file:
+            file.write(header)
+            for name in names:
+                place = headers[planned[name][0]][name]
+                with (self.folder / planned[name][0]).open("rb") as shard:
+                    shard.seek(place.begin)
+                    left = place.end - place.begin
+                    while block := shard.read(min(left, 1 << 20)):
+                        digest.update(block)
+                        left -= file.write(block)
+            _sync(file)
+            self.files[relpath] = FileRecord(size_bytes=file.tell(), sha256=digest.hexdigest())
+
+    def adopt(self, folder: str, files: Mapping[str, FileRecord]) -> None:
+        """Count the files of an artifact that another writer has put into ``folder`` of this one."""
+        for name, record in files.items():
+            if f"{folder}/{name}" in self.files or not (self.folder / folder / name).is_file():
+                raise ArtifactError(f"{folder}/{name}: written twice, or not there")
+            self.files[f"{folder}/{name}"] = record
 
     def commit(self) -> None:
         """Make it durable and give it its name; raises ArtifactError when a planned tensor is missing."""

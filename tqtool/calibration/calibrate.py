@@ -189,9 +189,10 @@ def calibrate(job: CalibrationJob, tick: Tick = lambda layers: None) -> Calibrat
     from tqtool.calibration.forward import StreamedModel  # imports mlx, which must find the BLAS in place
 
     out = job.request.out
+    is_ours = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
-    require_disk(out, job.disk_bytes)
-    with _only_writer(out):
+    with _only_writer(out, is_ours=is_ours):
+        require_disk(out, job.disk_bytes)
         state = read_state(out) if (out / PROGRESS_NAME).exists() else None
         if state is None:
             check_finite(job.checkpoint)
@@ -366,8 +367,8 @@ def _write_inputs(out: Path, file: str, inputs: Sequence[_Input], state: State) 
 
 
 @contextmanager
-def _only_writer(out: Path) -> Iterator[None]:
-    """Hold OUT for this process; the kernel lets go when it dies."""
+def _only_writer(out: Path, *, is_ours: bool) -> Iterator[None]:
+    """Hold OUT for this process; the kernel lets go when it dies. A folder of ours goes if nothing came into it."""
     handle, held = os.open(out / LOCK_NAME, os.O_CREAT | os.O_RDWR), False
     try:
         try:
@@ -379,7 +380,8 @@ def _only_writer(out: Path) -> Iterator[None]:
     finally:
         if held and all(path.name == LOCK_NAME for path in out.iterdir()):  # it failed before anything was there
             (out / LOCK_NAME).unlink()
-            out.rmdir()
+            if is_ours:
+                out.rmdir()
         os.close(handle)
 
 

@@ -34,14 +34,15 @@ class _Layer:
         )
 
     def memory_bytes(self, tokens: int, longest: int, top: int) -> int:
-        """Weights in float32, sums, rows kept for experts and one of their sums, activations of one sequence."""
+        """Weights in float32, sums, one of them made ready for the file, rows kept for experts, one sequence."""
         moments = 8 * sum(width * width for width in self.summed.values())
         kept = sum(
             4 * tokens * stack.shape[-1] * (top if role is Role.DOWN else 1) for role, stack in self.stacks.items()
         )
         widths = [*self.summed.values(), *(stack.shape[-1] for stack in self.stacks.values())]
         one = 8 * max((stack.shape[-1] ** 2 for stack in self.stacks.values()), default=0)
-        return 8 * self.weights + moments + kept + one + 16 * longest * max(widths)
+        stored = 10 * max(self.summed.values(), default=0) ** 2  # the mean of one sum, and its triangle
+        return 8 * self.weights + moments + kept + one + stored + 16 * longest * max(widths)
 
 
 def estimates(plan: TransformPlan, *, tokens: int, longest: int, hidden: int, top: int) -> dict[str, int]:

@@ -6,8 +6,7 @@ whatever the transform; nothing here knows of rotations. Only one layer's weight
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from tqtool.artifact.reload import decoder_layers
 from tqtool.calibration.inputs import Seen
-from tqtool.calibration.taps import Taps, put_taps
+from tqtool.calibration.taps import Readers, Taps, put_taps
 from tqtool.errors import UserError
 from tqtool.runtime.layers import Stand
 from tqtool.runtime.load import build_model
@@ -28,14 +27,6 @@ from tqtool.transform.apply import apply_folds
 from tqtool.transform.plan import OutputTensor, Role, TransformPlan
 
 Array = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Readers:
-    """First reader of each distinct input → all linears that read it; each block of experts → who reads the same."""
-
-    dense: Mapping[str, list[str]]
-    routers: Mapping[str, str | None]
 
 
 class StreamedModel:
@@ -106,14 +97,7 @@ class StreamedModel:
             layer(mx.array(hidden)[None], *call.arguments, **call.options)
         finally:
             take_off()
-        dense: dict[str, list[str]] = {}
-        routers: dict[str, str | None] = dict.fromkeys(taps.routed)
-        for modules in taps.groups():
-            linears = [module for module in modules if module not in taps.routed]
-            if linears:
-                dense[linears[0]] = linears
-                routers.update((module, linears[0]) for module in modules if module in taps.routed)
-        return Readers(dense=dense, routers=routers)
+        return taps.readers()
 
     def parts(self, stack: str) -> list[str]:
         """Modules of the experts in ``stack``, in order."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,14 @@ class _Routed:
     is_sorted: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readers:
+    """First reader of each distinct input → all linears that read it; each block of experts → who reads the same."""
+
+    dense: Mapping[str, list[str]]
+    routers: Mapping[str, str | None]
+
+
 @dataclass(slots=True)
 class Taps:
     """Module path → its input. Of a block of experts its own, and how it was routed."""
@@ -47,13 +55,22 @@ class Taps:
             found.setdefault(id(value), []).append(module)
         return list(found.values())
 
-    def seen(self) -> Seen:
-        """Rows of every distinct input, under the first linear that reads it, and of every stack of experts."""
-        result = Seen()
+    def readers(self) -> Readers:
+        """Who reads what, in the order they were called."""
+        dense: dict[str, list[str]] = {}
+        routers: dict[str, str | None] = dict.fromkeys(self.routed)
         for modules in self.groups():
             linears = [module for module in modules if module not in self.routed]
             if linears:
-                result.dense[linears[0]] = _rows(self.inputs[linears[0]])
+                dense[linears[0]] = linears
+                routers.update((module, linears[0]) for module in modules if module in self.routed)
+        return Readers(dense=dense, routers=routers)
+
+    def seen(self) -> Seen:
+        """Rows of every distinct input, under the first linear that reads it, and of every stack of experts."""
+        result = Seen()
+        for first in self.readers().dense:
+            result.dense[first] = _rows(self.inputs[first])
         for path, call in self.routed.items():
             outer, inner = _routed_rows(path, self.inputs[path], call)
             result.routed[f"{path}.gate_proj"] = outer

@@ -61,6 +61,21 @@ def convert(
     journal: Annotated[
         Path | None, typer.Option("--journal", help="Folder for finished tensors: a killed run repeated goes on there.")
     ] = None,
+    mtp: Annotated[
+        str, typer.Option("--mtp", help="Companion for multi-token prediction, in OUT/mtp: none, dense, 8 or 4 bits.")
+    ] = "none",
+    mtp_source: Annotated[
+        str | None, typer.Option("--mtp-source", help="Folder or hub id that holds it. [SRC, or SRC/mtp]")
+    ] = None,
+    mtp_tap: Annotated[
+        str | None, typer.Option("--mtp-tap", help="It reads the hidden state post or pre the final norm. [post]")
+    ] = None,
+    vision_sidecar: Annotated[
+        bool,
+        typer.Option(
+            "--vision-sidecar/--no-vision-sidecar", help="A vision tower also as optiq/optiq_vision.safetensors."
+        ),
+    ] = True,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
     check: Annotated[str, typer.Option("--check", help="After writing: forward, load or none.")] = "forward",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact of tqtool at OUT.")] = False,
@@ -72,6 +87,7 @@ def convert(
     from tqtool.errors import UserError
     from tqtool.formats.sensitivity_file import read_sensitivity
     from tqtool.pipeline.calibrated import SINK_WEIGHT
+    from tqtool.pipeline.companion import companion_request
     from tqtool.pipeline.convert import ConvertRequest, check_artifact, plan_convert
     from tqtool.pipeline.rules import packed_setting, parse_dtype, parse_rule
 
@@ -105,6 +121,8 @@ def convert(
         reuse=tuple(reuse or ()),
         journal=journal,
         sink_weight=SINK_WEIGHT if sink_weight is None else sink_weight,
+        mtp=companion_request(mtp, mtp_source, mtp_tap),
+        vision_sidecar=vision_sidecar,
     )
     if hessians is not None and packing is None and sensitivity is None:
         raise UserError("--method gptq without bits packs nothing", hint="add --bits 4, for example")

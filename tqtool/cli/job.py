@@ -66,9 +66,18 @@ def show_plan(plan: JobPlan, *, as_json: bool) -> None:
     if as_json:
         emit_json(plan.to_json())
         return
+    parts = [("", plan.rows), *([("mtp/", plan.companion.rows)] if plan.companion is not None else [])]
     rows = [
-        (group.pattern, group.count, group.shape, group.quantizer, readable_bytes(group.stored_bytes), group.remark)
-        for group in grouped_rows(plan.rows)
+        (
+            f"{place}{each.pattern}",
+            each.count,
+            each.shape,
+            each.quantizer,
+            readable_bytes(each.stored_bytes),
+            each.remark,
+        )
+        for place, found in parts
+        for each in grouped_rows(found)
     ]
     emit_table(("tensor", "n", "shape", "stored as", "size", "remark"), rows)
     totals = plan.totals
@@ -76,6 +85,8 @@ def show_plan(plan: JobPlan, *, as_json: bool) -> None:
     emit_line()
     emit_line(f"transform  {plan.transform}{seed}")
     emit_line(f"result     {summary(plan)}")
+    if plan.companion is not None:
+        emit_line(f"companion  mtp/: {summary(plan.companion)}")
     if totals.parameters != totals.source_parameters:
         emit_line(
             f"           over the source's weights; {totals.bits_per_weight:.3f} over these, the head being untied"
@@ -139,3 +150,5 @@ def run_job(
         emit_json({"out": str(result.out), "kind": job.kind, "check": depth, **result.plan.to_json()})
     else:
         emit_line(f"{result.out}: {summary(result.plan)}")
+        if result.plan.companion is not None:
+            emit_line(f"{result.out / 'mtp'}: {summary(result.plan.companion)}")

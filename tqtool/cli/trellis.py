@@ -83,6 +83,21 @@ def trellis(
     journal: Annotated[
         Path | None, typer.Option("--journal", help="Folder for finished tensors: a killed run repeated goes on there.")
     ] = None,
+    mtp: Annotated[
+        str, typer.Option("--mtp", help="Companion for multi-token prediction, in OUT/mtp: none, dense, 8 or 4 bits.")
+    ] = "none",
+    mtp_source: Annotated[
+        str | None, typer.Option("--mtp-source", help="Folder or hub id that holds it. [SRC, or SRC/mtp]")
+    ] = None,
+    mtp_tap: Annotated[
+        str | None, typer.Option("--mtp-tap", help="It reads the hidden state post or pre the final norm. [post]")
+    ] = None,
+    vision_sidecar: Annotated[
+        bool,
+        typer.Option(
+            "--vision-sidecar/--no-vision-sidecar", help="A vision tower also as optiq/optiq_vision.safetensors."
+        ),
+    ] = True,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
     threads: Annotated[int, typer.Option("--threads", min=0, help="Encoder threads; 0 is one per core.")] = 0,
     backend: Annotated[
@@ -103,6 +118,7 @@ def trellis(
     from tqtool.mathx.codes import parse_code
     from tqtool.pipeline.calibrated import SINK_WEIGHT
     from tqtool.pipeline.coding import OTHER, parse_axis, parse_form, parse_layout
+    from tqtool.pipeline.companion import companion_request
     from tqtool.pipeline.job import Meter
     from tqtool.pipeline.rules import packed_setting, parse_rule
     from tqtool.pipeline.trellis import TrellisRequest, check_trellis, coded_weights, plan_trellis
@@ -142,6 +158,8 @@ def trellis(
         k_budget=k_budget,
         backend=parse_backend(backend),
         sink_weight=SINK_WEIGHT if sink_weight is None else sink_weight,
+        mtp=companion_request(mtp, mtp_source, mtp_tap),
+        vision_sidecar=vision_sidecar,
         tick=meter,
     )
     job = plan_trellis(request)

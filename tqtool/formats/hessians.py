@@ -171,7 +171,12 @@ def encode(info: CalibrationInfo) -> bytes:
 def pack_triangle(matrix: NDArray[np.floating]) -> NDArray[np.float32]:
     """Upper triangle of ``[n, n]`` by rows, float32 ``[n·(n+1)/2]``."""
     n = matrix.shape[0]
-    return np.concatenate([np.asarray(matrix[row, row:], np.float32) for row in range(n)]) if n else np.empty(0, "f4")
+    packed = np.empty(n * (n + 1) // 2, np.float32)
+    start = 0
+    for row in range(n):
+        packed[start : start + n - row] = matrix[row, row:]
+        start += n - row
+    return packed
 
 
 def unpack_triangle(packed: NDArray[np.float32], width: int) -> NDArray[np.float32]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
@@ -187,6 +188,11 @@ class Manifest(_Model):
     def stored(self) -> dict[str, StoredRecord]:
         """Every stored tensor by name."""
         return {stored.name: stored for record in self.tensors for stored in record.stored}
+
+
+def rotation_seeds(transforms: Sequence[TransformRecord]) -> tuple[int | None, ...]:
+    """Seeds of the rotations among ``transforms``, oldest first: a companion has those of its trunk."""
+    return tuple(record.seed for record in transforms if record.id.startswith("rotation."))
 
 
 def encode(manifest: Manifest) -> bytes:

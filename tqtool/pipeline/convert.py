@@ -18,19 +18,29 @@ from tqtool.formats.dtypes import DType
 from tqtool.formats.sensitivity import Sensitivity
 from tqtool.pipeline.affine_mix import AffineMix, affine_mix, candidate_packings
 from tqtool.pipeline.allocation import basis_notes
+from tqtool.pipeline.beside import with_beside
 from tqtool.pipeline.calibrated import SINK_WEIGHT, calibrated_affine, open_hessians
+from tqtool.pipeline.companion import CompanionRequest
+from tqtool.pipeline.dense import SHORT, StoredDtype
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
-from tqtool.pipeline.rules import Choices, Dense, Packed, Rule, Setting, resolve, router_hints, router_rules
+from tqtool.pipeline.rules import (
+    Choices,
+    Dense,
+    Packed,
+    Rule,
+    Setting,
+    packed_entry,
+    resolve,
+    router_hints,
+    router_rules,
+)
 from tqtool.solve.rtn import AffineRtn
 from tqtool.source.checkpoint import Checkpoint, open_checkpoint
 from tqtool.source.mlx_lm_settings import eight_bit_modules
-from tqtool.transform.plan import OutputTensor, Role, TransformPlan, plan_identity, plan_rotation
+from tqtool.transform.plan import Role, TransformPlan, plan_identity, plan_rotation
 
 LOW_HEAD_BITS = 4
 HEAD_BITS = 6
-
-_DTYPES = {"bfloat16": DType.BF16, "float16": DType.F16, "float32": DType.F32}
-_SHORT = {DType.BF16: "bf16", DType.F16: "f16", DType.F32: "f32"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +63,8 @@ class ConvertRequest:
         reuse: Artifacts to take tensors from where nothing that decides them differs.
         journal: Folder that keeps finished tensors until the artifact is whole.
         files: Further files of the artifact, relative path → bytes.
+        mtp: The companion to bundle, or None.
+        vision_sidecar: A vision tower is repeated in a file of its own, where other tools look for it.
     """
 
     source: str
@@ -70,6 +82,8 @@ class ConvertRequest:
     reuse: tuple[Path, ...] = ()
     journal: Path | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
+    mtp: CompanionRequest | None = None
+    vision_sidecar: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """What the manifest records: all that decides bytes, no paths."""
@@ -80,7 +94,7 @@ class ConvertRequest:
             if packing is None
             else {"bits": packing.bits, "group_size": packing.group_size, "mode": packing.mode},
             "rules": [rule.text for rule in self.rules],
-            "dtype": None if self.dtype is None else _SHORT[self.dtype],
+            "dtype": None if self.dtype is None else SHORT[self.dtype],
             "rotation_seed": self.rotation_seed,
         }
 
@@ -118,6 +132,15 @@ def plan_convert(request: ConvertRequest) -> Job:
         reuse=request.reuse,
         journal=request.journal,
         files=request.files,
+    )
+    extras = with_beside(
+        extras,
+        checkpoint,
+        transform,
+        out=request.out,
+        mtp=request.mtp,
+        vision_sidecar=request.vision_sidecar,
+        dtype=request.dtype,
     )
     return plan_job(checkpoint, transform, choices.choose, out=request.out, extras=extras)
 
@@ -203,42 +226,6 @@ def plan_transform(checkpoint: Checkpoint, *, rotation_seed: int | None) -> Tran
     return plan_rotation(checkpoint.shapes(), checkpoint.config, seed=rotation_seed)
 
 
-def packed_entry(packed: Packed) -> dict[str, Any]:
-    """``packed`` as mlx-lm's config says it."""
-    return {"group_size": packed.group_size, "bits": packed.bits, "mode": packed.mode}
-
-
-class StoredDtype:
-    """Dtype of every dense tensor: the request's, else the config's ``torch_dtype`` (as mlx-lm), else the source's."""
-
-    def __init__(self, checkpoint: Checkpoint, requested: DType | None) -> None:
-        self._checkpoint = checkpoint
-        self._whole = requested or _declared(checkpoint.config)
-        found = {ref.dtype for ref in checkpoint.tensors.values() if ref.dtype.is_float}
-        self.config_dtype = requested or (DType.F32 if found == {DType.F64} and self._whole is None else None)
-        """What config.json must state: the request's; float32 where the source states a float64 that is not kept."""
-
-    def of(self, output: OutputTensor) -> DType:
-        """Dtype of ``output``; integers keep theirs, float64 becomes float32 (MLX has none on the GPU).
-
-        The logarithms of decays keep theirs too, as in mlx-lm: they are multiplied over the whole text.
-        """
-        own = self._checkpoint.tensors[output.pieces[0].source].dtype
-        if not own.is_float:
-            return own
-        if self._whole is not None and (output.role is not Role.DECAY or own is DType.F64):
-            return self._whole
-        return DType.F32 if own is DType.F64 else own
-
-    def notes(self) -> tuple[str, ...]:
-        """Casts the source's dtypes do not suggest."""
-        found = {ref.dtype for ref in self._checkpoint.tensors.values() if ref.dtype.is_float}
-        if self._whole is not None and found - {self._whole}:
-            names = ", ".join(sorted(dtype.value for dtype in found - {self._whole}))
-            return (f"dense values and scales stored as {_SHORT[self._whole]}; the source also holds {names}",)
-        return ("float64 tensors stored as f32",) if DType.F64 in found else ()
-
-
 def head_hints(transform: TransformPlan, choices: Choices) -> tuple[str, ...]:
     """A line when what produces the logits is packed at low bits, as stock does without saying so."""
     tables = {output.role: output for output in transform.outputs if output.role in (Role.EMBEDDING, Role.HEAD)}
@@ -253,13 +240,6 @@ def head_hints(transform: TransformPlan, choices: Choices) -> tuple[str, ...]:
         f"{what} is packed at {entry['bits']} bits like every other module (as mlx_lm.convert does); "
         f"--rule '{head.module}=bits:8' usually pays for itself",
     )
-
-
-def _declared(config: Mapping[str, Any]) -> DType | None:
-    """mlx-lm's lookup: ``torch_dtype``, then ``text_config.dtype``; a top-level ``dtype`` changes nothing there."""
-    text = config.get("text_config")
-    name = config.get("torch_dtype") or (text.get("dtype") if isinstance(text, Mapping) else None)
-    return _DTYPES.get(name) if isinstance(name, str) else None
 
 
 def _stock_hints(request: ConvertRequest, checkpoint: Checkpoint, transform: TransformPlan) -> tuple[str, ...]:

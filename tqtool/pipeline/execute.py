@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from tqtool.artifact.card import CARD_NAME
 from tqtool.artifact.config import encode_config
 from tqtool.artifact.stop_tokens import generation_config_bytes
-from tqtool.artifact.writer import ArtifactWriter
+from tqtool.artifact.writer import ArtifactWriter, FileRecord
 from tqtool.errors import ArtifactError, NumericalError
 from tqtool.formats.dtypes import dtype_of
 from tqtool.formats.manifest import MANIFEST_NAME, Manifest, TensorRecord, encode
@@ -112,6 +113,14 @@ class SourceReader:
 
 def execute(job: Job, progress: Progress, check: Check | None) -> tuple[Manifest, tuple[str, ...]]:
     """Write the artifact of ``job``; returns its manifest and remarks about the run. See ``Job.run``."""
+    manifest, notes, _ = _write(job, progress, check)
+    return manifest, notes
+
+
+def _write(
+    job: Job, progress: Progress, check: Check | None
+) -> tuple[Manifest, tuple[str, ...], Mapping[str, FileRecord]]:
+    """The same, and every file that was written."""
     planned = [stored for work in job.works for stored in work.stored]
     parameters = job.plan.totals.parameters
     records: list[TensorRecord] = []
@@ -134,7 +143,7 @@ def execute(job: Job, progress: Progress, check: Check | None) -> tuple[Manifest
         writer.commit()
     shelf.clear()
     reused = (f"{shelf.taken} tensors reused",) if job.extras.reuse or shelf.taken else ()
-    return manifest, (*writer.notes, *reused)
+    return manifest, (*writer.notes, *reused), writer.files
 
 
 class Maker:
@@ -223,11 +232,22 @@ def _write_companions(job: Job, writer: ArtifactWriter, reader: SourceReader, re
     for path in job.checkpoint.files:
         if path.name not in writer.files:
             writer.copy_file(path.name, path)
+    for relpath, names in job.extras.sidecars.items():
+        writer.add_sidecar(relpath, names)
+    if job.extras.companion is not None:
+        folder = job.extras.companion.out.name
+        inside = replace(job.extras.companion, out=writer.folder / folder)
+        writer.adopt(folder, _write(inside, _silent, None)[2])
     manifest = build_manifest(
         job, records=records, transforms=transforms, source_sha256=reader.all_sha256(), writer=writer
     )
     writer.add_bytes(MANIFEST_NAME, encode(manifest))
     return manifest
+
+
+def _silent(amount: float, what: str) -> None:
+    """Progress of a companion: a thousandth of its trunk's."""
+    del amount, what
 
 
 def _bytes(array: NDArray[Any]) -> memoryview:

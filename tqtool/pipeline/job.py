@@ -7,7 +7,7 @@ source tensor, its float32 fold, what the quantizer returns, and whatever the qu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tqtool.solve.quantizer import ConfigEntry, Quantizer, StoredTensor
 from tqtool.source.checkpoint import Checkpoint
 from tqtool.source.checks import check_finite, require_json
 from tqtool.source.mlx_lm import refuse_unservable
+from tqtool.transform.claim import COMPANION_REASON
 from tqtool.transform.plan import OutputTensor, TransformPlan
 
 Choose = Callable[[OutputTensor], Quantizer]
@@ -70,6 +71,8 @@ class JobExtras:
         overwrite: Replace an existing artifact of tqtool under ``out``.
         reuse: Artifacts to take tensors from where their keys match.
         journal: Folder that keeps finished tensors until the artifact is whole, for a run that may be killed.
+        sidecars: Further safetensors files that repeat tensors of the shards, relative path → names.
+        companion: The job of an artifact inside this one, its ``out`` a folder of ours.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -86,6 +89,8 @@ class JobExtras:
     overwrite: bool = False
     reuse: tuple[Path, ...] = ()
     journal: Path | None = None
+    sidecars: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    companion: Job | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +125,9 @@ class Job:
             SourceError: a file cannot be read.
         """
         check_finite(self.checkpoint, progress)
+        inside = self.extras.companion
+        if inside is not None and inside.checkpoint.path != self.checkpoint.path:
+            check_finite(inside.checkpoint)
 
     def run(
         self, progress: Progress = silent, check: Check | None = None, *, source_is_checked: bool = False
@@ -161,6 +169,13 @@ def plan_job(
     _require_separate(checkpoint.path, out)
     check_target(out, overwrite=extras.overwrite)
     check_shelf(extras.reuse, extras.journal, out)
+    return resolve_job(checkpoint, transform, choose, out=out, extras=extras)
+
+
+def resolve_job(
+    checkpoint: Checkpoint, transform: TransformPlan, choose: Choose, *, out: Path, extras: JobExtras
+) -> Job:
+    """``plan_job`` without a look at ``out``, which may be inside an artifact that is not there yet."""
     works = tuple(
         _stack_work(output, choose) if output.parts else _work(output, choose(output)) for output in transform.outputs
     )
@@ -176,18 +191,32 @@ def plan_job(
     _require_writable_config(checkpoint.path, config)
     require_json(checkpoint.files)
     transform_records(checkpoint, transform)  # a malformed note in the source is refused now, not after the work
-    shards = plan_shards([stored for work in works for stored in work.stored])
-    other_bytes = OTHER_FILE_BYTES + sum(path.stat().st_size for path in checkpoint.files)
-    totals = totals_of(checkpoint, works, n_shards=len(shards), other_bytes=other_bytes)
+    stored = {tensor.name: tensor for work in works for tensor in work.stored}
+    inside = None if extras.companion is None else extras.companion.plan
+    apart = {drop.name for drop in transform.dropped if drop.reason == COMPANION_REASON}
+    totals = totals_of(
+        checkpoint,
+        works,
+        n_shards=len(plan_shards(list(stored.values()))),
+        other_bytes=OTHER_FILE_BYTES
+        + sum(path.stat().st_size for path in checkpoint.files)
+        + sum(stored[name].nbytes for names in extras.sidecars.values() for name in names)
+        + (0 if inside is None else inside.totals.disk_bytes),
+        apart=apart,
+    )
+    if inside is not None:
+        peak = max(totals.peak_memory_bytes, inside.totals.peak_memory_bytes)
+        totals = replace(totals, peak_memory_bytes=peak)
     plan = JobPlan(
         out=str(out),
         transform=transform.id,
         rotation_seed=transform.seed,
         rows=tuple(row_of(work, extras.notes.get(work.output.name, ())) for work in works),
         totals=totals,
-        notes=_present(*extras.plan_notes, *_left_out(transform), stop_tokens.note),
+        notes=_present(*extras.plan_notes, *_left_out(transform, extras.companion), stop_tokens.note),
         warnings=_present(*checkpoint.warnings, memory_note(totals.peak_memory_bytes)),
         hints=extras.hints,
+        companion=inside,
     )
     return Job(
         checkpoint=checkpoint,
@@ -258,10 +287,13 @@ def _require_separate(source: Path, out: Path) -> None:
         raise UserError(f"{out}: the output holds the source folder {source}", hint="choose another output folder")
 
 
-def _left_out(transform: TransformPlan) -> tuple[str, ...]:
+def _left_out(transform: TransformPlan, companion: Job | None) -> tuple[str, ...]:
     """A note for what the artifact leaves out; rotary tables, one a layer, are named once."""
+    kept = {} if companion is None else companion.checkpoint.tensors
     reasons: dict[str, list[str]] = {}
     for dropped in transform.dropped:
+        if dropped.name in kept and dropped.reason == COMPANION_REASON:
+            continue
         reasons.setdefault(dropped.reason, []).append(dropped.name)
     return tuple(
         f"left out: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} ({reason})"

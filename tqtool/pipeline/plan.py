@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -114,6 +114,7 @@ class JobPlan:
     """The resolved plan of a job.
 
     ``notes`` are facts about the artifact and kept with it; ``warnings`` are about this run; ``hints`` are advice.
+    ``companion`` is the plan of the artifact inside it: in its disk and memory, in no other total.
     """
 
     out: str
@@ -124,6 +125,7 @@ class JobPlan:
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     hints: tuple[str, ...]
+    companion: JobPlan | None = None
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready form."""
@@ -189,10 +191,17 @@ def grouped_rows(rows: Sequence[JobRow]) -> tuple[RowGroup, ...]:
     )
 
 
-def totals_of(checkpoint: Checkpoint, works: Sequence[Work], *, n_shards: int, other_bytes: int) -> JobTotals:
-    """Sums and estimates; ``other_bytes`` are the files that are not shards."""
+def totals_of(
+    checkpoint: Checkpoint,
+    works: Sequence[Work],
+    *,
+    n_shards: int,
+    other_bytes: int,
+    apart: Collection[str] = (),
+) -> JobTotals:
+    """Sums and estimates; ``other_bytes`` are the files that are not shards, ``apart`` source tensors of no shard."""
     parameters = sum(work.parameters for work in works)
-    source_parameters = sum(math.prod(ref.shape) for ref in checkpoint.tensors.values())
+    source_parameters = sum(math.prod(ref.shape) for name, ref in checkpoint.tensors.items() if name not in apart)
     tensor_bytes = sum(work.stored_bytes for work in works)
     code_bytes = sum(work.code_bytes for work in works)
     return JobTotals(

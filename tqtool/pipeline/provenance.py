@@ -38,7 +38,7 @@ _TOOLS = ("tqtool", "mlx", "numpy", "scipy", "ml-dtypes")
 
 def transform_records(checkpoint: Checkpoint, transform: TransformPlan) -> list[TransformRecord]:
     """Transforms folded into the tensors: those the source already carried, then this job's."""
-    records = _carried(checkpoint.path / OPTIQ_NAME)
+    records = carried_transforms(checkpoint)
     if transform.id != "identity":
         deviations = list(transform.deviations)
         records.append(TransformRecord(id=transform.id, seed=transform.seed, deviations=deviations))
@@ -202,8 +202,9 @@ def _base_model(checkpoint: Checkpoint) -> str | None:
     return checkpoint.origin.location if checkpoint.origin.kind == "hub" else None
 
 
-def _carried(path: Path) -> list[TransformRecord]:
+def carried_transforms(checkpoint: Checkpoint) -> list[TransformRecord]:
     """Transforms the source says it carries. To lose them would misreport the artifact: a bad file is an error."""
+    path = checkpoint.path / OPTIQ_NAME
     if not path.is_file():
         return []
     try:

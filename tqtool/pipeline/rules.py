@@ -154,6 +154,11 @@ def packed_setting(
     return Packed(bits=bits, group_size=group_size, mode="affine")
 
 
+def packed_entry(packed: Packed) -> dict[str, Any]:
+    """``packed`` as mlx-lm's config says it."""
+    return {"group_size": packed.group_size, "bits": packed.bits, "mode": packed.mode}
+
+
 def parse_dtype(text: str, where: str = "dtype") -> DType:
     """``bf16``, ``f16``, ``f32`` or their long names."""
     name = _DTYPE_ALIASES.get(text, text)

@@ -18,6 +18,7 @@ from tqtool.formats.kmap import rates_of
 from tqtool.formats.sensitivity import Sensitivity
 from tqtool.mathx.signs import require_seed
 from tqtool.pipeline.allocation import basis_notes, coded_mix
+from tqtool.pipeline.beside import with_beside
 from tqtool.pipeline.calibrated import SINK_WEIGHT, Hessians, calibrated_affine, open_hessians
 from tqtool.pipeline.coding import (
     MODEL_FILE,
@@ -35,9 +36,11 @@ from tqtool.pipeline.coding import (
     stock_model_source,
     tame_columns,
 )
-from tqtool.pipeline.convert import StoredDtype, packed_entry, plan_transform
+from tqtool.pipeline.companion import CompanionRequest
+from tqtool.pipeline.convert import plan_transform
+from tqtool.pipeline.dense import StoredDtype
 from tqtool.pipeline.job import Job, JobExtras, module_entries, plan_job
-from tqtool.pipeline.rules import Choices, Packed, Rule, resolve, router_rules
+from tqtool.pipeline.rules import Choices, Packed, Rule, packed_entry, resolve, router_rules
 from tqtool.solve.quantizer import Quantizer
 from tqtool.solve.search import Backend, DeviceChoice, choose_device
 from tqtool.solve.trellis import Tick, TrellisOptions
@@ -72,6 +75,8 @@ class TrellisRequest:
         journal: Folder that keeps finished tensors until the artifact is whole.
         files: Further files of the artifact, relative path → bytes.
         backend: Where paths are searched; ``options.device`` is what is made of it, module by module.
+        mtp: The companion to bundle, or None.
+        vision_sidecar: A vision tower is repeated in a file of its own, where other tools look for it.
     """
 
     source: str
@@ -96,6 +101,8 @@ class TrellisRequest:
     sensitivity: Sensitivity | None = None
     k_budget: float | None = None
     backend: Backend = "auto"
+    mtp: CompanionRequest | None = None
+    vision_sidecar: bool = True
     tick: Tick = field(default=lambda weights: None, compare=False)
 
     @property
@@ -181,12 +188,9 @@ def plan_trellis(request: TrellisRequest) -> Job:
     for output in coded:
         k = rates[str(output.module)]
         options = replace(request.options, k=k, device=devices[k].device)
-        for piece in output.pieces:
-            encoder, lines = encoder_of(piece, hessians)
-            quantizers[piece.name] = coding.quantizer(piece, options, encoder, target.of(output))
-            if lines:
-                notes[piece.name] = lines
-        quantizers[output.name] = quantizers[output.pieces[0].name]
+        made, said = _coders(output, coding, options, hessians, target)
+        quantizers |= made
+        notes |= said
     chosen = Choices(quantizers=quantizers, notes=notes)
     is_packed = request.form == "packed"
     extras = JobExtras(
@@ -208,6 +212,9 @@ def plan_trellis(request: TrellisRequest) -> Job:
         reuse=request.reuse,
         journal=request.journal,
     )
+    extras = with_beside(
+        extras, checkpoint, transform, out=request.out, mtp=request.mtp, vision_sidecar=request.vision_sidecar
+    )
     return plan_job(checkpoint, transform, chosen.choose, out=request.out, extras=extras)
 
 
@@ -228,6 +235,21 @@ def check_trellis(job: Job, folder: Path, depth: Depth) -> None:
 def coded_weights(job: Job) -> int:
     """Weights that the trellis encoder will see: the unit of progress."""
     return sum(work.parameters for work in job.works if is_coded(work.quantizer))
+
+
+def _coders(
+    output: OutputTensor, coding: Coding, options: TrellisOptions, hessians: Hessians | None, target: StoredDtype
+) -> tuple[dict[str, Quantizer], dict[str, tuple[str, ...]]]:
+    """Quantizers of a coded output and its pieces by name, and what is to be said of them."""
+    quantizers: dict[str, Quantizer] = {}
+    notes: dict[str, tuple[str, ...]] = {}
+    for piece in output.pieces:
+        encoder, lines = encoder_of(piece, hessians)
+        quantizers[piece.name] = coding.quantizer(piece, options, encoder, target.of(output))
+        if lines:
+            notes[piece.name] = lines
+    quantizers[output.name] = quantizers[output.pieces[0].name]
+    return quantizers, notes
 
 
 def _transform(checkpoint: Checkpoint, request: TrellisRequest) -> TransformPlan:

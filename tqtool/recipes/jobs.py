@@ -14,6 +14,7 @@ from tqtool.formats.sensitivity_file import read_sensitivity
 from tqtool.mathx.codes import parse_code
 from tqtool.pipeline.calibrated import SINK_WEIGHT
 from tqtool.pipeline.coding import OTHER
+from tqtool.pipeline.companion import companion_request
 from tqtool.pipeline.convert import HEAD_BITS, ConvertRequest, plan_convert, plan_transform
 from tqtool.pipeline.job import Job, Meter
 from tqtool.pipeline.provenance import source_name
@@ -75,6 +76,9 @@ def plan_quantization(recipe: Recipe, target: Target) -> Job:
         "sensitivity": sensitivity,
         "reuse": target.reuse,
     }
+    if target.rate is None:
+        common["mtp"] = companion_request(str(part.mtp), part.mtp_source, part.mtp_tap)
+    common["vision_sidecar"] = part.vision_sidecar and target.rate is None  # candidates are read by tqtool alone
     rate, chosen = target.rate, None if target.rate is not None else spent
     if isinstance(part, ConvertPart):
         if chosen is not None and part.bits is None:
@@ -108,6 +112,9 @@ def files_inside(recipe: Recipe, checkpoint: Checkpoint) -> dict[str, bytes]:
         part = getattr(recipe, section)
         if part is not None:
             changes[section] = part.model_copy(update={"text": Path(part.text).name})
+    if recipe.quantize.mtp_source is not None and Path(recipe.quantize.mtp_source).exists():
+        named = {"mtp_source": Path(recipe.quantize.mtp_source).name}
+        recipe = recipe.model_copy(update={"quantize": recipe.quantize.model_copy(update=named)})
     measured = recipe.quantize.sensitivity
     if measured is not None:
         changes["quantize"] = recipe.quantize.model_copy(update={"sensitivity": Path(measured).name})

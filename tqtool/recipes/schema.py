@@ -40,7 +40,24 @@ class CalibrationPart(_Part):
     context: Annotated[int, Field(ge=2)] = Field(512, description="Tokens of a sequence at most.")
 
 
-class ConvertPart(_Part):
+class _Written(_Part):
+    """What both verbs can write beside the model's own tensors."""
+
+    mtp: Literal["none", "dense", 8, 4] = Field("none", description="Companion for multi-token prediction, at mtp/.")
+    mtp_source: str | None = Field(None, description="Folder or hub id that holds it; default source, or source/mtp.")
+    mtp_tap: Literal["post", "pre"] | None = Field(
+        None, description="It reads the hidden state post or pre the final norm; default post."
+    )
+    vision_sidecar: bool = Field(True, description="A vision tower also as optiq/optiq_vision.safetensors.")
+
+    @model_validator(mode="after")
+    def _companion(self) -> Self:
+        if self.mtp == "none" and (self.mtp_source is not None or self.mtp_tap is not None):
+            raise ValueError("mtp_source and mtp_tap are for mtp: dense, 8 or 4")
+        return self
+
+
+class ConvertPart(_Written):
     """Affine or floating-point packing, as ``tqtool convert``."""
 
     verb: Literal["convert"]
@@ -61,7 +78,7 @@ class ConvertPart(_Part):
         return self
 
 
-class TrellisPart(_Part):
+class TrellisPart(_Written):
     """Trellis coding, as ``tqtool trellis``."""
 
     verb: Literal["trellis"]

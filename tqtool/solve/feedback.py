@@ -227,7 +227,7 @@ def first_sound(
     attempts: list[Attempt] = []
     for damping in dampings:
         try:
-            factor = upper_factor(hessian.damped(damping))
+            factor = upper_factor(hessian.damped(damping), overwrite=True)
         except NumericalError:
             attempts.append(Attempt(damping=damping, verdict="indefinite", growth=np.nan, loss=np.nan))
             continue

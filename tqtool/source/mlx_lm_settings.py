@@ -40,8 +40,14 @@ _PHI3_ROPE: Final = ("longrope", "su")
 _EIGHT_BITS: Final = {"granite": ("*.o_proj", "*.down_proj", "lm_head")}
 
 
+# Saved by transformers for the text model alone; mlx-lm, and mlx-vlm without a tower, read it inside the whole model's.
+_TEXT_ALONE: Final = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
+
+
 def stated_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """What ``config`` leaves to defaults that mlx-lm does not have, or says in words that it does not know."""
+    if config.get("model_type") in _TEXT_ALONE:
+        return {"model_type": _TEXT_ALONE[str(config["model_type"])], "text_config": dict(config)}
     kind, scaling = str(config.get("model_type")), config.get("rope_scaling")
     stated = {key: value for key, value in _STATED.get(kind, {}).items() if config.get(key) is None}
     if kind == "qwen3_moe" and config.get("num_experts") is None and "num_local_experts" in config:

@@ -14,7 +14,9 @@ from tqtool.native import hadamard_transform
 from tqtool.transform.folds import (
     Fill,
     FoldChannels,
+    OnColumns,
     OnRows,
+    Permute,
     Reshape,
     RotateHeads,
     RotateInput,
@@ -22,6 +24,7 @@ from tqtool.transform.folds import (
     Rotation,
     ScaleInput,
     Shift,
+    stored_shape,
 )
 from tqtool.transform.outputs import OutputTensor
 
@@ -56,15 +59,18 @@ def apply_folds(output: OutputTensor, read: Read, *, dtype: Any = np.float32) ->
     if output.ops and isinstance(output.ops[-1], Fill):
         return np.full(output.shape, output.ops[-1].value, dtype=dtype)
     source = taken_rows(output, read(output.source))
-    stored = next((op.shape for op in output.ops if isinstance(op, Reshape)), output.shape)
-    weight = _float_copy(output.source_text, source, stored, dtype).reshape(output.shape)
+    weight = _float_copy(output.source_text, source, stored_shape(output.ops, output.shape), dtype)
     for op in output.ops:
         if isinstance(op, Reshape):
-            continue
-        if isinstance(op, FoldChannels):
+            weight = weight.reshape(output.shape)
+        elif isinstance(op, Permute):
+            weight = np.ascontiguousarray(weight.transpose(op.axes))
+        elif isinstance(op, FoldChannels):
             weight = _reordered(op, weight)
         elif isinstance(op, OnRows):
             _fold_rows(op, weight, read)
+        elif isinstance(op, OnColumns):
+            _fold_columns(op, weight, read)
         else:
             _fold(op, weight, read)
     return weight
@@ -102,6 +108,15 @@ def _fold_rows(op: OnRows, weight: NDArray[Any], read: Read) -> None:
         _fold(op.fold, part, read)
 
 
+def _fold_columns(op: OnColumns, weight: NDArray[Any], read: Read) -> None:
+    """Fold some columns of ``weight``, in place, by a copy of them."""
+    if not 0 <= op.start < op.stop <= weight.shape[-1]:
+        raise SourceError(f"columns {op.start}…{op.stop - 1} do not fit the last axis of {list(weight.shape)}")
+    part = np.ascontiguousarray(weight[..., op.start : op.stop])
+    _fold(op.fold, part, read)
+    weight[..., op.start : op.stop] = part
+
+
 def _fold(
     op: ScaleInput | RotateInput | RotateOutput | RotateHeads | Fill | Shift, weight: NDArray[Any], read: Read
 ) -> None:
@@ -110,6 +125,8 @@ def _fold(
         case ScaleInput():
             gain = _float_copy(op.gain, read(op.gain), weight.shape[-1:], weight.dtype)
             gain += op.offset
+            if op.is_unit:
+                gain /= np.sqrt(np.mean(np.square(gain, dtype=np.float64))).astype(gain.dtype)
             weight *= gain
         case RotateInput():
             _rotate(weight, op.rotation, axis=weight.ndim - 1, block=weight.shape[-1])

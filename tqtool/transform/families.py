@@ -27,6 +27,8 @@ class Slot(StrEnum):
     FINAL_NORM = "final_norm"
     ATTENTION_NORM = "attention_norm"  # read by q, k, v
     MLP_NORM = "mlp_norm"  # read by gate, up
+    EMBEDDING_NORM = "embedding_norm"  # read by a draft head, of the next token
+    HIDDEN_NORM = "hidden_norm"  # the same, of the trunk's hidden state
     INNER_NORM = "inner_norm"  # in head space, or a post-norm: never folded
     QKV = "qkv"  # rows of q, then k, then v
     Q = "q"
@@ -44,6 +46,7 @@ class Slot(StrEnum):
     CONVOLUTION = "convolution"
     STATE = "state"
     DECAY = "decay"
+    FUSE = "fuse"
     TOWER = "tower"
     TOWER_OUT = "tower_out"  # the one matrix of a vision tower that writes the residual stream, and its bias
 

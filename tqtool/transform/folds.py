@@ -44,13 +44,16 @@ class ScaleInput:
     Attributes:
         gain: Source name of the norm tensor, shape ``[in]``.
         offset: 0 for gains stored as is, 1 for zero-centred gains (the norm multiplies by 1 + w).
+        is_unit: The gain is first divided by its root mean square: what is read is normalized once more.
     """
 
     gain: str
     offset: float = 0.0
+    is_unit: bool = False
 
     def __str__(self) -> str:
-        return f"· diag({self.gain})" if self.offset == 0 else f"· diag({self.offset:g} + {self.gain})"
+        gain = self.gain if self.offset == 0 else f"{self.offset:g} + {self.gain}"
+        return f"· diag({gain})" + ("/rms" if self.is_unit else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +174,24 @@ class OnRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OnColumns:
+    """A fold of input columns ``start … stop - 1`` alone: of one of two vectors that a linear layer reads end to end.
+
+    Attributes:
+        start: First column.
+        stop: One past the last.
+        fold: Acts on the part as it would on a tensor of its own; only folds of inputs make sense here.
+    """
+
+    start: int
+    stop: int
+    fold: ScaleInput | RotateInput
+
+    def __str__(self) -> str:
+        return f"columns {self.start}…{self.stop - 1}: {self.fold}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shift:
     """Add ``value`` to every element: a gain stored around zero becomes the gain itself."""
 
@@ -190,7 +211,39 @@ class Reshape:
         return f"from [{', '.join(map(str, self.shape))}]"
 
 
-Op = ScaleInput | RotateInput | RotateOutput | RotateHeads | FoldChannels | OnRows | Fill | Shift | Reshape
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Permute:
+    """Axis ``i`` of the result is axis ``axes[i]`` of the source: Hugging Face stores channels first, MLX last."""
+
+    axes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"axes {', '.join(map(str, self.axes))}"
+
+
+Op = (
+    ScaleInput
+    | RotateInput
+    | RotateOutput
+    | RotateHeads
+    | FoldChannels
+    | OnRows
+    | OnColumns
+    | Fill
+    | Shift
+    | Reshape
+    | Permute
+)
+
+
+def stored_shape(ops: tuple[Op, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape in the source of what becomes ``shape``: another one where it is reshaped, or its axes change places."""
+    for op in ops:
+        if isinstance(op, Reshape):
+            return op.shape
+        if isinstance(op, Permute):
+            return tuple(shape[op.axes.index(axis)] for axis in range(len(shape)))
+    return shape
 
 
 def _rotation_to_json(rotation: Rotation) -> dict[str, Any]:
@@ -201,7 +254,8 @@ def op_to_json(op: Op) -> dict[str, Any]:
     """JSON-ready form of one fold."""
     match op:
         case ScaleInput():
-            return {"op": "scale_input", "gain": op.gain, "offset": op.offset}
+            unit = {"is_unit": True} if op.is_unit else {}
+            return {"op": "scale_input", "gain": op.gain, "offset": op.offset, **unit}
         case RotateInput():
             return {"op": "rotate_input", "rotation": _rotation_to_json(op.rotation)}
         case RotateOutput():
@@ -212,12 +266,16 @@ def op_to_json(op: Op) -> dict[str, Any]:
             return {"op": "fold_channels", "axis": op.axis, "is_scaled": op.is_scaled, "sha256": op.channels.sha256}
         case OnRows():
             return {"op": "on_rows", "start": op.start, "stop": op.stop, "fold": op_to_json(op.fold)}
+        case OnColumns():
+            return {"op": "on_columns", "start": op.start, "stop": op.stop, "fold": op_to_json(op.fold)}
         case Fill():
             return {"op": "fill", "value": op.value}
         case Shift():
             return {"op": "shift", "value": op.value}
         case Reshape():
             return {"op": "reshape", "shape": list(op.shape)}
+        case Permute():
+            return {"op": "permute", "axes": list(op.axes)}
         case _:
             assert_never(op)
 
@@ -226,23 +284,32 @@ def op_from_json(data: dict[str, Any]) -> Op:
     """The fold of ``op_to_json``; KeyError, TypeError or ValueError if it is none, or names channels by hash."""
     match data["op"]:
         case "scale_input":
-            return ScaleInput(gain=data["gain"], offset=data["offset"])
+            return ScaleInput(gain=data["gain"], offset=data["offset"], is_unit=data.get("is_unit", False))
         case "rotate_input":
             return RotateInput(rotation=Rotation(**data["rotation"]))
         case "rotate_output":
             return RotateOutput(rotation=Rotation(**data["rotation"]))
         case "rotate_heads" if data["axis"] in ("input", "output"):
             return RotateHeads(rotation=Rotation(**data["rotation"]), axis=data["axis"])
-        case "on_rows":
-            fold = op_from_json(data["fold"])
-            if not isinstance(fold, RotateHeads):
-                raise ValueError(f"on_rows holds {data['fold']['op']}")
-            return OnRows(start=data["start"], stop=data["stop"], fold=fold)
+        case "on_rows" | "on_columns":
+            return _part_from_json(data)
         case "fill":
             return Fill(value=data["value"])
         case "shift":
             return Shift(value=data["value"])
         case "reshape":
             return Reshape(shape=tuple(data["shape"]))
+        case "permute":
+            return Permute(axes=tuple(data["axes"]))
         case other:
             raise ValueError(f"unknown or malformed fold {other!r}")
+
+
+def _part_from_json(data: dict[str, Any]) -> OnRows | OnColumns:
+    """A fold of some rows or columns."""
+    fold = op_from_json(data["fold"])
+    if data["op"] == "on_rows" and isinstance(fold, RotateHeads):
+        return OnRows(start=data["start"], stop=data["stop"], fold=fold)
+    if data["op"] == "on_columns" and isinstance(fold, ScaleInput | RotateInput):
+        return OnColumns(start=data["start"], stop=data["stop"], fold=fold)
+    raise ValueError(f"{data['op']} holds {data['fold']['op']}")

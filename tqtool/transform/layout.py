@@ -16,7 +16,7 @@ from tqtool.errors import SourceError
 from tqtool.transform.delta_net import DeltaNet, is_linear
 from tqtool.transform.experts import STACKS, Experts, sources
 from tqtool.transform.families import Family, Slot
-from tqtool.transform.folds import Op, Reshape
+from tqtool.transform.folds import Op, Reshape, stored_shape
 from tqtool.transform.outputs import DroppedTensor, OutputTensor, Role
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -71,8 +71,7 @@ class Parameter:
         """Name and shape of every source tensor that it claims."""
         if self.stack is not None:
             return sources(self.stack)
-        shape = next((op.shape for op in self.stored if isinstance(op, Reshape)), self.shape)
-        return iter(((self.source_name, shape),))
+        return iter(((self.source_name, stored_shape(self.stored, self.shape)),))
 
     def output(self) -> OutputTensor:
         """The tensor passed through unchanged."""
@@ -128,7 +127,7 @@ def read_text(family: Family, shapes: Mapping[str, tuple[int, ...]], config: Map
     is_tied = _is_tied(shapes, config)
     parameters = tuple(_parameters(family, geometry, config, shapes, is_tied=is_tied))
     dropped = tuple(_dropped(shapes, is_tied=is_tied))
-    _require_complete(family, shapes, parameters, dropped)
+    require_complete(f"model_type {family.model_type!r}", shapes, parameters, dropped)
     # A missing flag is read as true by some loaders and as false by others; the artifact always says.
     updates = {} if "tie_word_embeddings" in config else {"tie_word_embeddings": is_tied}
     return Layout(
@@ -203,16 +202,27 @@ def _parameters(
     table_shape = (geometry.vocab, geometry.hidden)
     yield Parameter(name=EMBEDDING, shape=table_shape, slot=Slot.EMBEDDING)
     for layer in range(geometry.n_layers):
-        is_delta = family.is_hybrid and is_linear(layer, config)
-        yield from _layer_norms(family, geometry, layer, is_delta=is_delta)
-        if is_delta:
-            yield from _delta_net(geometry, config, shapes, layer)
-        yield from _layer_linears(family, geometry, config, layer, is_delta=is_delta)
-        if family.experts is not None and family.experts.is_sparse(layer, config):
-            yield from _layer_experts(family.experts, geometry, config, shapes, layer)
+        yield from layer_parameters(family, geometry, config, shapes, layer)
     yield Parameter(name=FINAL_NORM, shape=(geometry.hidden,), slot=Slot.FINAL_NORM)
     if not is_tied:
         yield Parameter(name=HEAD, shape=table_shape, slot=Slot.HEAD)
+
+
+def layer_parameters(
+    family: Family,
+    geometry: Geometry,
+    config: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    layer: int,
+) -> Iterator[Parameter]:
+    """All that decoder layer ``layer`` has, called ``model.layers.<layer>.…``."""
+    is_delta = family.is_hybrid and is_linear(layer, config)
+    yield from _layer_norms(family, geometry, layer, is_delta=is_delta)
+    if is_delta:
+        yield from _delta_net(geometry, config, shapes, layer)
+    yield from _layer_linears(family, geometry, config, layer, is_delta=is_delta)
+    if family.experts is not None and family.experts.is_sparse(layer, config):
+        yield from _layer_experts(family.experts, geometry, config, shapes, layer)
 
 
 def _delta_net(
@@ -336,12 +346,13 @@ def _dropped(shapes: Mapping[str, tuple[int, ...]], *, is_tied: bool) -> Iterato
             yield DroppedTensor(name=name, reason="tie_word_embeddings is true: loaders use the embedding")
 
 
-def _require_complete(
-    family: Family,
+def require_complete(
+    what: str,
     shapes: Mapping[str, tuple[int, ...]],
     parameters: tuple[Parameter, ...],
     dropped: tuple[DroppedTensor, ...],
 ) -> None:
+    """Raise SourceError unless ``parameters`` and ``dropped`` claim all of ``shapes``; ``what`` they are said to be."""
     expected = dict(source for parameter in parameters for source in parameter.sources())
     claimed = expected.keys() | {drop.name for drop in dropped}
     missing = [name for name in expected if name not in shapes]
@@ -362,7 +373,7 @@ def _require_complete(
     ]
     if problems:
         raise SourceError(
-            f"the checkpoint does not look like model_type {family.model_type!r}; " + "; ".join(problems),
+            f"the checkpoint does not look like {what}; " + "; ".join(problems),
             hint="check model_type and the sizes in config.json, and that every shard is there",
         )
 

@@ -7,15 +7,17 @@ the second; artifacts have the third.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from tqtool.errors import SourceError
+from tqtool.transform.outputs import OutputTensor
 
 PREFIX = "language_model."
 TOWER = "vision_tower."
 _TOWERS = ("model.visual.", "model.language_model.visual.", TOWER)
-_COMPANION = "mtp."
+COMPANION = "mtp."
+"""Begins the names of a multi-token-prediction companion's tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +44,22 @@ def nested_names(shapes: Mapping[str, tuple[int, ...]]) -> NestedNames:
         stem = next((prefix for prefix in _TOWERS if name.startswith(prefix)), None)
         if stem is not None:
             _put(tower, TOWER + name.removeprefix(stem), name)
-        elif name.startswith(_COMPANION) or f".{_COMPANION}" in name:
+        elif name.startswith(COMPANION) or f".{COMPANION}" in name:
             companion.append(name)
         elif name.startswith("model.language_model."):
             _put(text, "model." + name.removeprefix("model.language_model."), name)
         else:
             _put(text, name.removeprefix(PREFIX), name)
     return NestedNames(text=text, tower=tower, companion=tuple(companion))
+
+
+def renamed_stack(stack: OutputTensor, rename: Callable[[str], str], sources: Mapping[str, str]) -> OutputTensor:
+    """A stack of experts under other names; ``sources``: name inside the text model → name in the source."""
+    parts = tuple(
+        replace(part, name=rename(part.name), module=rename(str(part.module)), source=sources[part.source])
+        for part in stack.parts
+    )
+    return replace(stack, name=rename(stack.name), module=rename(str(stack.module)), parts=parts)
 
 
 def _put(names: dict[str, str], place: str, name: str) -> None:

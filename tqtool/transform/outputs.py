@@ -38,6 +38,7 @@ class Role(StrEnum):
     LINEAR_IN = "linear_in"  # into linear attention: q, k, v and the output's gate
     LINEAR_OUT = "linear_out"
     RATE = "rate"  # into linear attention: how fast its state is written and forgotten
+    FUSE = "fuse"  # of a draft head: reads an embedding and a hidden state end to end
     TOWER = "tower"  # of a vision tower
     STATE = "state"  # parameters of a recurrence and its convolution
     DECAY = "decay"  # the same, kept in the source's own type

@@ -22,7 +22,10 @@ from tqtool.transform.select import AUTO, select_rotation
 
 DEFAULT_SEED = 42
 R1_LANE = 0  # layer i's R2, when signed, takes lane i + 1
-_FOLDED_NORMS = (Slot.ATTENTION_NORM, Slot.MLP_NORM, Slot.FINAL_NORM)
+_FOLDED_NORMS = (
+    *(Slot.ATTENTION_NORM, Slot.MLP_NORM, Slot.FINAL_NORM),
+    *(Slot.EMBEDDING_NORM, Slot.HIDDEN_NORM),  # of a companion
+)
 _READERS = {
     **dict.fromkeys((Slot.Q, Slot.K, Slot.V, Slot.QKV, Slot.LINEAR_IN, Slot.RATE), Slot.ATTENTION_NORM),
     **dict.fromkeys((Slot.GATE, Slot.UP, Slot.GATE_UP, Slot.ROUTER), Slot.MLP_NORM),
@@ -76,7 +79,7 @@ def plan_rotation(
     require_size(geometry.hidden, what="hidden_size")
     if not family.is_hybrid:
         require_size(geometry.head_dim, what="head_dim")
-    recipe = _Recipe(
+    recipe = Recipe(
         r1=Rotation(n=geometry.hidden, signs_lane=R1_LANE, seed=seed),
         head_dim=geometry.head_dim,
         value_width=geometry.n_kv_heads * geometry.head_dim,
@@ -102,7 +105,7 @@ def plan_rotation(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Recipe:
+class Recipe:
     """The folds of one model.
 
     Attributes:

@@ -1,0 +1,210 @@
+"""The companion of qwen3_5 through convert and trellis: what is written drafts as a float64 head does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.command import run
+from tests.support.companion_parity import drafts, exact_error, expected
+from tests.support.family_parity import mean_kl
+from tests.support.tensors import raw_tensors
+from tests.support.tiny_hybrid import tensors_of, write_with_companion
+from tests.support.tiny_models import write_tiny
+from tqtool.artifact.verify import verify_artifact
+from tqtool.errors import ArtifactError, SourceError, UserError
+from tqtool.formats.dtypes import DType
+from tqtool.pipeline.companion import CompanionRequest, companion_request
+from tqtool.pipeline.convert import ConvertRequest, plan_convert
+from tqtool.pipeline.rules import Packed
+from tqtool.pipeline.trellis import TrellisRequest, plan_trellis
+from tqtool.runtime.drafter import load_drafter
+from tqtool.runtime.load import load
+from tqtool.solve.trellis import TrellisOptions
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+FOUR = Packed(bits=4, group_size=64, mode="affine")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_with_companion(tmp_path_factory.mktemp("companion") / "source")
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_with_companion(tmp_path_factory.mktemp("companion") / "mixture", experts=True)
+
+
+def written(trunk: Path, out: Path, form: Any = "dense", *, seed: int | None = 42, **options: Any) -> Path:
+    request = CompanionRequest(form=form, **{key: options.pop(key) for key in ("tap", "source") if key in options})
+    kind = {"dtype": DType.F32} if "packing" not in options else {}
+    plan_convert(ConvertRequest(source=str(trunk), out=out, rotation_seed=seed, mtp=request, **kind, **options)).run()
+    return out
+
+
+@pytest.mark.parametrize("tap", ["post_norm", "pre_norm"])
+def test_folded_drafts_are_the_source_s(source: Path, tmp_path: Path, tap: Any) -> None:
+    truth = expected(source, tap, is_folded=True)
+    assert exact_error(source, tap) < 1e-10
+    found = drafts(written(source, tmp_path / "out", tap=tap))
+    assert np.abs(found - truth).max() < 1e-4 * np.abs(truth).max()  # float32 behind five layers of a recurrence
+    assert json.loads((tmp_path / "out" / "mtp" / "config.json").read_text())["hidden_tap"] == tap
+
+
+def test_a_companion_with_experts_drafts_as_the_source_s(mixture: Path, tmp_path: Path) -> None:
+    truth = expected(mixture, "post_norm", is_folded=True)
+    found = drafts(written(mixture, tmp_path / "out"))
+    assert np.abs(found - truth).max() < 1e-3 * np.abs(truth).max()
+    assert "layers.0.mlp.switch_mlp.gate_proj.weight" in raw_tensors(tmp_path / "out" / "mtp")
+
+
+def test_without_a_rotation_nothing_is_lost(source: Path, tmp_path: Path) -> None:
+    for tap in ("post_norm", "pre_norm"):
+        truth = expected(source, tap, is_folded=False)
+        found = drafts(written(source, tmp_path / tap, seed=None, tap=tap))
+        assert np.abs(found - truth).max() < 1e-4 * np.abs(truth).max()
+
+
+def test_packed_forms_draft_alike_and_are_verified(source: Path, tmp_path: Path) -> None:
+    """Over one trunk, so that only the companion differs: 8 bits change little, 4 bits more."""
+    dense = drafts(written(source, tmp_path / "dense"))
+    divergence = {}
+    for form in ("8", "4"):
+        out = written(source, tmp_path / form, form)
+        divergence[form] = mean_kl(dense, drafts(out))
+        report = verify_artifact(out, depth="none")
+        assert report.is_good
+        assert any(check.name == "companion" and "companion-affine" in check.detail for check in report.checks)
+        names = raw_tensors(out / "mtp")
+        assert sum(name.endswith(".scales") for name in names) == 8
+        assert verify_artifact(out / "mtp").is_good
+    assert 0 < divergence["8"] < 1e-2 < divergence["4"] < 1
+
+
+def test_it_is_bundled_with_packed_trunks(source: Path, tmp_path: Path) -> None:
+    request = TrellisRequest(
+        source=str(source),
+        out=tmp_path / "trellis",
+        options=TrellisOptions(k=4),
+        mtp=CompanionRequest(form="8"),
+    )
+    job = plan_trellis(request)
+    job.run()
+    affine = written(source, tmp_path / "affine", "8", packing=FOUR)
+    assert verify_artifact(tmp_path / "trellis", depth="none").is_good
+    assert verify_artifact(affine, depth="forward").is_good  # stock mlx-lm does not see the folder
+    for folder in (tmp_path / "trellis", affine):
+        assert np.isfinite(drafts(folder)).all()
+    assert raw_tensors(tmp_path / "trellis" / "mtp") == raw_tensors(affine / "mtp")
+
+
+def test_every_place_gives_the_same_companion(source: Path, tmp_path: Path) -> None:
+    inside = written(source, tmp_path / "inside")
+    beside_source = write_with_companion(tmp_path / "source", inside=False)
+    beside = written(beside_source, tmp_path / "beside")
+    named = written(source, tmp_path / "named", source=str(beside_source / "mtp"))
+    foreign = written(beside_source, tmp_path / "foreign", source=str(source))
+    first = tensors_of(inside / "mtp")
+    for folder in (beside, named, foreign):
+        other = tensors_of(folder / "mtp")
+        assert other.keys() == first.keys()
+        for name, array in first.items():  # 1 + w is rounded to float32 before the fold, or not
+            assert np.abs(array - other[name]).max() <= 1e-5 * np.abs(array).max(), name
+
+
+def test_a_folded_source_is_packed_with_its_own_companion_and_no_other(source: Path, tmp_path: Path) -> None:
+    folded = written(source, tmp_path / "folded", tap="pre_norm")
+    out = written(folded, tmp_path / "out", "8", seed=None, packing=FOUR)
+    assert verify_artifact(out, depth="none").is_good
+    assert json.loads((out / "mtp" / "config.json").read_text())["hidden_tap"] == "pre_norm"
+    other = written(source, tmp_path / "other", seed=7)
+    message = "carries rotations of seed 7, its trunk rotations of seed 42"
+    with pytest.raises(UserError, match=message):
+        written(folded, tmp_path / "refused", source=str(other / "mtp"), seed=None)
+    with pytest.raises(UserError, match="carries no rotation, its trunk rotations of seed 42"):
+        written(folded, tmp_path / "refused", source=str(source), seed=None)
+    with pytest.raises(UserError, match="reads the hidden state at pre_norm, --mtp-tap asks for post_norm"):
+        written(folded, tmp_path / "refused", tap="post_norm", seed=None)
+
+
+def test_a_companion_of_another_seed_is_neither_loaded_nor_verified(source: Path, tmp_path: Path) -> None:
+    mine, other = written(source, tmp_path / "mine"), written(source, tmp_path / "other", seed=7)
+    loaded = load(mine)
+    with pytest.raises(UserError, match=r"seeds \[7\], its trunk \[42\]"):
+        load_drafter(loaded, other / "mtp")
+    with pytest.raises(UserError, match=r"seeds \[\], its trunk \[42\]"):
+        load_drafter(loaded, write_with_companion(tmp_path / "plain", inside=False) / "mtp")
+    shutil.rmtree(mine / "mtp")
+    with pytest.raises(UserError, match="no multi-token-prediction companion"):
+        load_drafter(loaded)
+    shutil.copytree(other / "mtp", mine / "mtp")
+    checks = {check.name: check for check in verify_artifact(mine, depth="none").checks}
+    assert checks["files"].status == "fail"
+    assert "seeds [7], its trunk [42]" in checks["companion"].problems[0]
+
+
+@pytest.mark.parametrize("damage", ["byte", "tap", "missing"])
+def test_damage_is_found(source: Path, tmp_path: Path, damage: str) -> None:
+    out = written(source, tmp_path / "out", "8")
+    file = out / "mtp" / ("config.json" if damage == "tap" else "model.safetensors")
+    if damage == "byte":
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 1
+        file.write_bytes(data)
+    elif damage == "tap":
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_tap": "both"}))
+        with pytest.raises(ArtifactError, match="hidden_tap: expected one of post_norm, pre_norm, found 'both'"):
+            load_drafter(load(out))
+    else:
+        file.unlink()
+    checks = {check.name: check.status for check in verify_artifact(out, depth="none").checks}
+    assert checks["files"] == checks["companion"] == "fail"
+
+
+def test_the_plan_shows_it(source: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    asked = ("convert", source, tmp_path / "out", "-q", "--rotate-weights", "--mtp", "4", "--dry-run")
+    text = run(capsys, monkeypatch, *asked).out
+    assert "mtp/layers.*.mlp.down_proj" in text
+    assert "companion  mtp/: 31 tensors" in text
+    plan = json.loads(run(capsys, monkeypatch, *asked, "--json").out)
+    assert len(plan["companion"]["rows"]) == 15
+    without = json.loads(run(capsys, monkeypatch, *asked[:-3], "--dry-run", "--json").out)
+    assert without["companion"] is None
+    assert any("--mtp dense, 8 or 4" in hint for hint in without["hints"])
+    assert any("left out: mtp." in note for note in without["notes"])
+    assert not any("left out" in note for note in plan["notes"])
+    added = plan["companion"]["totals"]["disk_bytes"]
+    assert plan["totals"]["disk_bytes"] - without["totals"]["disk_bytes"] == added
+    for key in ("source_parameters", "tensor_bytes", "bits_per_source_weight"):
+        assert plan["totals"][key] == without["totals"][key]
+
+
+def test_what_cannot_be_is_said(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--mtp-source and --mtp-tap without --mtp do nothing"):
+        companion_request("none", "somewhere", None)
+    with pytest.raises(UserError, match="--mtp '5' is unknown"):
+        companion_request("5", None, None)
+    with pytest.raises(UserError, match="--mtp-tap 'middle' is unknown"):
+        companion_request("8", None, "middle")
+    assert companion_request("8", None, "pre") == CompanionRequest(form="8", tap="pre_norm")
+    llama = write_tiny(tmp_path / "llama")
+    with pytest.raises(UserError, match="no tensor mtp"):
+        written(llama, tmp_path / "out")
+    with pytest.raises(UserError, match="model_type 'llama' has no multi-token-prediction companion"):
+        written(llama, tmp_path / "out", source=str(source))
+    with pytest.raises(UserError, match="holds no multi-token-prediction companion"):
+        written(source, tmp_path / "out", source=str(llama))
+    wrong = write_with_companion(tmp_path / "wrong", inside=False)
+    config = wrong / "mtp" / "config.json"
+    found = json.loads(config.read_text())
+    found["text_config"]["mtp_num_hidden_layers"] = 2
+    config.write_text(json.dumps(found))
+    with pytest.raises(SourceError, match=r"missing tensors: model\.layers\.1"):
+        written(wrong, tmp_path / "out")
