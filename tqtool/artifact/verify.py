@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Literal
 
 from tqtool.artifact.config_check import config_entries, config_problems
 from tqtool.artifact.decode_check import decode_problems
+from tqtool.artifact.model_file import model_file
 from tqtool.artifact.reader import SHARD_GLOB, Artifact, open_artifact, read_manifest, read_object
 from tqtool.artifact.reload import Depth, compare_modules, reload_stock
 from tqtool.artifact.writer import INDEX_NAME
@@ -202,8 +202,7 @@ def _is_our_model_file(artifact: Artifact) -> bool:
     if not isinstance(name, str) or Path(name).name != name:
         return False
     path = artifact.path / name
-    ours = resources.files("tqtool").joinpath("runtime", "stock_model.py").read_bytes()
-    return path.is_file() and path.read_bytes() == ours
+    return path.is_file() and path.read_bytes() == model_file()
 
 
 def _files_below(path: Path) -> Iterator[str]:
