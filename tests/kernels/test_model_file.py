@@ -24,9 +24,8 @@ from tests.support.trellis_oracle import arrays_of, check, expected
 from tqtool.artifact.model_file import MODULES, kernel_texts, model_file
 from tqtool.errors import UserError
 from tqtool.kernels import cuda, device, sources
-from tqtool.kernels.device import METAL_SWITCH
 from tqtool.kernels.metal import METAL
-from tqtool.kernels.metal_kernels import KERNELS
+from tqtool.kernels.metal_kernels import KERNELS, METAL_SWITCH
 from tqtool.runtime.load import load
 
 MOST_BYTES = 200_000

@@ -22,6 +22,8 @@ VERBS = (
     "trellis",
     "run",
     "verify",
+    "card",
+    "upload",
     "codec",
     "teacher",
     "eval",
@@ -117,10 +119,11 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     del frame
     signal.signal(number, signal.SIG_DFL)
     word = "interrupted" if number == signal.SIGINT else "terminated"
-    kept = (
-        "--resume goes on from what is there"
-        if set(sys.argv[1:2]) & RESUMABLE
-        else "nothing was left under the final name"
-    )
+    verb = "".join(sys.argv[1:2])
+    kept = "nothing was left under the final name"
+    if verb in RESUMABLE:
+        kept = "--resume goes on from what is there"
+    elif verb == "upload":
+        kept = "what was sent stays on the hub, not yet loadable; the same command goes on"
     sys.stderr.write(f"{word}; {kept}\n")
     sys.exit(128 + number)

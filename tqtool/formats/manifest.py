@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
@@ -187,6 +188,15 @@ class Manifest(_Model):
     def stored(self) -> dict[str, StoredRecord]:
         """Every stored tensor by name."""
         return {stored.name: stored for record in self.tensors for stored in record.stored}
+
+
+def with_files(manifest: Manifest, contents: Mapping[str, bytes]) -> Manifest:
+    """``manifest`` with the files ``contents`` added, or in place of those of their names."""
+    added = {
+        name: FileRecord(size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        for name, data in contents.items()
+    }
+    return manifest.model_copy(update={"files": dict(sorted({**manifest.files, **added}.items()))})
 
 
 def encode(manifest: Manifest) -> bytes:

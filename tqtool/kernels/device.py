@@ -8,10 +8,7 @@ import mlx.core as mx
 
 from tqtool.errors import UserError
 from tqtool.kernels.backend import Backend
-
-METAL_SWITCH = "TQTOOL_METAL_KERNELS"
-"""Environment variable: at 1 an Apple GPU runs the Metal kernels, which pass their tests under an executor of Metal
-text and have run on no Apple GPU yet (decision 0004). Unset or 0, MLX's own operations decode."""
+from tqtool.kernels.metal_kernels import METAL_SWITCH
 
 
 def backend_of(device: mx.Device) -> Backend | None:
