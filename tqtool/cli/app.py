@@ -31,6 +31,7 @@ VERBS = (
     "kmap",
     "compare",
     "generate",
+    "bench",
 )
 
 
