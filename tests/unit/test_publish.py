@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from tests.support.command import run
 from tests.support.conversions import convert
 from tests.support.fake_hub import FakeHub
+from tests.support.hub_server import hub_server
 from tests.support.tiny_models import write_tiny
 from tqtool.artifact.publish import LAST, UploadRequest, plan_upload, upload
 from tqtool.errors import ArtifactError, BackendError, UserError
@@ -135,3 +137,41 @@ def test_the_command(artifact: Path, capsys: Any, monkeypatch: Any) -> None:
     hub.create_repo = nobody  # type: ignore[method-assign]
     refused = run(capsys, monkeypatch, "upload", artifact, REPO, "--check", "none")
     assert (refused.code, "hint: hf auth login" in refused.err) == (2, True)
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """huggingface_hub's own client for a hub on this machine."""
+    from huggingface_hub import HfApi, constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return lambda url: HfApi(endpoint=url, token="hf_test")
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")  # the client's own
+def test_the_real_client_over_http(artifact: Path, client: Any) -> None:
+    request = UploadRequest(artifact=artifact, repo="me/it", depth="none")
+    with hub_server() as hub:
+        plan, api = plan_upload(request), client(hub.url)
+        done = upload(plan, api)
+        assert done.url == f"{hub.url}/me/it"
+        assert hub.files == contents(artifact)
+        assert hub.is_private is True
+        assert hub.commits[-1] == sorted(LAST)
+        assert upload(plan, api).was_complete
+
+        hub.files["model-00002-of-00002.safetensors"] = b"stale"
+        upload(plan_upload(replace(request, replaces=True)), api)
+        assert hub.files == contents(artifact)
+
+        hub.refuses = 403
+        with pytest.raises(UserError, match=r"the hub refuses \(403: (.|\n)*hint: hf auth login"):
+            upload(plan, api)
+
+
+def test_a_hub_that_is_not_there(artifact: Path, client: Any) -> None:
+    with hub_server() as hub:
+        url = hub.url
+    with pytest.raises(BackendError, match="cannot be reached"):
+        upload(planned(artifact), client(url))

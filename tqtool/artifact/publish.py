@@ -21,7 +21,7 @@ from tqtool.artifact.card_check import check_card
 from tqtool.artifact.reader import read_manifest
 from tqtool.artifact.reload import Depth
 from tqtool.artifact.verify import verify_artifact
-from tqtool.errors import ArtifactError, BackendError, UserError
+from tqtool.errors import ArtifactError, BackendError, TqError, UserError
 from tqtool.formats.manifest import MANIFEST_NAME, FileRecord
 from tqtool.source.hub import is_hub_id
 
@@ -86,7 +86,9 @@ def plan_upload(request: UploadRequest) -> UploadPlan:
         ArtifactError: the artifact does not verify.
     """
     if not is_hub_id(request.repo):
-        raise UserError(f"{request.repo}: expected a repository, organization/name")
+        raise UserError(
+            f"{request.repo}: expected a repository, organization/name", hint="your own name on the hub is one too"
+        )
     verify_artifact(request.artifact, depth=request.depth).require()
     manifest = read_manifest(request.artifact)
     if CARD_NAME not in manifest.files:
@@ -179,7 +181,9 @@ def _send(api: HfApi, plan: UploadPlan, stale: list[str]) -> None:
     common: dict[str, Any] = {"repo_id": request.repo, "folder_path": request.artifact, "repo_type": "model"}
     with hub_errors(request.repo):
         if stale:
-            api.delete_files(request.repo, stale, commit_message=f"{request.message}: make room")
+            api.delete_files(
+                request.repo, [glob.escape(name) for name in stale], commit_message=f"{request.message}: make room"
+            )
         for names in (first, [name for name in LAST if name in plan.files]):
             api.upload_folder(
                 **common, allow_patterns=[glob.escape(name) for name in names], commit_message=request.message
@@ -239,7 +243,9 @@ def hub_errors(repo: str) -> Iterator[None]:
         raise BackendError(
             f"{repo}: the hub answers {status}: {reason}", hint="repeat the command; it goes on"
         ) from error
-    except (OSError, RuntimeError) as error:
+    except TqError:
+        raise
+    except Exception as error:  # whatever the transport raises: another library for each hub version
         raise BackendError(
             f"{repo}: the hub cannot be reached, or the way to it broke ({type(error).__name__}: {error})",
             hint="check the connection and repeat the command; it goes on where it stopped",
