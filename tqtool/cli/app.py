@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import signal
 import sys
@@ -17,22 +18,30 @@ from tqtool.runtime.blas import IDLE_THREADS
 VERBS = (
     "inspect",
     "import_gguf",
-    "calibrate",
     "convert",
     "trellis",
+    "calibrate",
     "run",
-    "verify",
-    "card",
-    "upload",
-    "codec",
-    "teacher",
-    "eval",
     "sensitivity",
     "kmap",
+    "codec",
+    "verify",
+    "teacher",
+    "eval",
     "compare",
     "generate",
     "bench",
+    "card",
+    "upload",
 )
+
+PANELS = {
+    "Look and import": ("inspect", "import-gguf"),
+    "Quantize": ("convert", "trellis", "calibrate", "sensitivity", "kmap", "run", "codec"),
+    "Prove": ("verify", "teacher", "eval", "compare"),
+}
+"""How ``tqtool --help`` groups the verbs."""
+OTHER_PANEL = "Run and publish"
 
 
 def build_app() -> typer.Typer:
@@ -55,7 +64,27 @@ def build_app() -> typer.Typer:
 
     for verb in VERBS:
         importlib.import_module(f"tqtool.cli.{verb}").register(app)
+    _tidy(app)
+    for command in app.registered_commands:
+        command.rich_help_panel = _panel(command.name)
+    for group in app.registered_groups:
+        group.rich_help_panel = _panel(group.name)
     return app
+
+
+def _panel(verb: str | None) -> str:
+    return next((panel for panel, names in PANELS.items() if verb in names), OTHER_PANEL)
+
+
+def _tidy(app: typer.Typer) -> None:
+    """Paragraphs of every help without the line breaks of the source: terminals have widths of their own."""
+    for command in app.registered_commands:
+        text = inspect.cleandoc(command.help or inspect.getdoc(command.callback) or "")
+        command.help = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in text.split("\n\n"))
+        command.name = command.name or str(getattr(command.callback, "__name__", "")).replace("_", "-")
+    for group in app.registered_groups:
+        assert group.typer_instance is not None, "a group has commands"
+        _tidy(group.typer_instance)
 
 
 def main() -> None:

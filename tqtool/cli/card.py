@@ -44,7 +44,9 @@ def card(
     repo: Annotated[
         str | None, typer.Option("--repo", metavar="ORG/NAME", help="Where it will lie: stands in the card's commands.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a card that was edited since.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", "--overwrite", help="Replace a card that was edited since.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the card; write nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:

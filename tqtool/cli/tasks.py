@@ -44,7 +44,7 @@ def tasks(
     ),
     out: Path | None = typer.Option(None, "--out", "-o", help="Write the result with every outcome here (JSON)."),
     against: Path | None = typer.Option(None, "--against", help="Pair with this result of another model."),
-    force: bool = typer.Option(False, "--force", help="Replace OUT."),
+    force: bool = typer.Option(False, "--force", "--overwrite", help="Replace OUT."),
     compute: Compute = COMPUTE,
     as_json: bool = AS_JSON,
 ) -> None:
