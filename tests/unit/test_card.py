@@ -16,10 +16,12 @@ from tests.support.command import run
 from tests.support.tiny_models import Tiny
 from tqtool.artifact.card import CARD_NAME, PLACE, stated_fields
 from tqtool.artifact.card_check import check_card
+from tqtool.artifact.model_file import MODEL_FILE, model_file
 from tqtool.artifact.reader import read_manifest
 from tqtool.artifact.verify import verify_artifact
 from tqtool.errors import ArtifactError, UserError
 from tqtool.evals.kl import score_kl
+from tqtool.formats.manifest import MANIFEST_NAME, encode, with_files
 from tqtool.formats.measured import MEASURED_NAME
 from tqtool.formats.teacher import open_dump
 from tqtool.reports.card import CardRequest, plan_card
@@ -163,6 +165,24 @@ def test_an_edited_card_is_kept(artifact: Path) -> None:
         plan_card(CardRequest(artifact=artifact))
     plan_card(CardRequest(artifact=artifact, force=True)).write()
     assert verify_artifact(artifact, depth="none").is_good
+
+
+def test_a_module_file_of_another_version_is_renewed(artifact: Path) -> None:
+    """Newer kernels come into an artifact without coding it again; what it says of itself stays true."""
+    (artifact / MODEL_FILE).write_bytes(b"# an older one\n")
+    manifest = with_files(read_manifest(artifact), {MODEL_FILE: b"# an older one\n"})
+    (artifact / MANIFEST_NAME).write_bytes(encode(manifest))
+    failed = verify_artifact(artifact, depth="load")
+    assert [check.name for check in failed.checks if check.status == "fail"] == ["reload"]
+    assert "--renew-module" in failed.checks[-1].problems[0]
+    plan_card(CardRequest(artifact=artifact, renews_model_file=True)).write()
+    assert (artifact / MODEL_FILE).read_bytes() == model_file()
+    assert verify_artifact(artifact, depth="load").is_good
+
+    config = json.loads((artifact / "config.json").read_text())
+    (artifact / "config.json").write_text(json.dumps({**config, "model_file": None}))
+    with pytest.raises(UserError, match="ships no module file"):
+        plan_card(CardRequest(artifact=artifact, renews_model_file=True))
 
 
 def test_damaged_measurements_and_ids(artifact: Path) -> None:

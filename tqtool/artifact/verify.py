@@ -23,6 +23,10 @@ from tqtool.errors import ArtifactError, TqError
 from tqtool.formats.manifest import MANIFEST_NAME, Manifest
 
 Status = Literal["pass", "fail", "skip"]
+_OTHER_MODULE = (
+    "model_file is not the module this version of tqtool ships: it was not executed (of another version? "
+    "`tqtool card ARTIFACT --renew-module` puts this one's there)"
+)
 _HASH_BLOCK = 1 << 20
 _IGNORED = (".git", ".gitattributes", ".cache", ".DS_Store")
 """What hubs and file managers add to a folder; nothing loads them."""
@@ -186,7 +190,7 @@ def _check_reload(artifact: Artifact, depth: Depth) -> tuple[str, list[str]]:
     entries = config_entries(artifact)
     needs_code = artifact.config.get("model_file") is not None
     if needs_code and not _is_our_model_file(artifact):
-        return "stock mlx-lm", ["model_file is not the module this version of tqtool ships: it was not executed"]
+        return "stock mlx-lm", [_OTHER_MODULE]
     report = reload_stock(artifact.path, depth=depth, trust_remote_code=needs_code)
     detail = f"mlx-lm {report.mlx_lm_version}, {len(report.modules)} modules as configured"
     if report.n_logits:

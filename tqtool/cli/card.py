@@ -10,9 +10,9 @@ import typer
 HELP = """Write the model card of an artifact again: licence, how to run it, true size, measurements, how it was made.
 
 Every artifact has a card already; this adds what it could not know. --results puts the reports of `eval kl` and
-`eval tasks` into a table (arms beside it too; `tqtool run` leaves kl.json where it is found by itself). Only README.md,
-tqtool/measured.json, a licence file and their rows of the manifest change. A licence is copied from the source's card
-or stated here, never guessed.
+`eval tasks` into a table (arms beside it too; `tqtool run` leaves kl.json where it is found by itself). A licence is
+copied from the source's card or stated here, never guessed. Only README.md, tqtool/measured.json, a licence file, with
+--renew-module the module file, and their rows of the manifest change.
 """
 
 
@@ -44,6 +44,12 @@ def card(
     repo: Annotated[
         str | None, typer.Option("--repo", metavar="ORG/NAME", help="Where it will lie: stands in the card's commands.")
     ] = None,
+    renew_module: Annotated[
+        bool,
+        typer.Option(
+            "--renew-module", help="Put this version's tqtool_model.py into a packed artifact: newer kernels."
+        ),
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", "--overwrite", help="Replace a card that was edited since.")
     ] = False,
@@ -66,6 +72,7 @@ def card(
         stated=stated,
         licence_file=licence_file,
         place=repo,
+        renews_model_file=renew_module,
         force=force,
     )
     made = plan_card(request)

@@ -26,6 +26,7 @@ from tqtool.artifact.card import (
 )
 from tqtool.artifact.card_check import check_card
 from tqtool.artifact.content import content_hash
+from tqtool.artifact.model_file import MODEL_FILE, model_file
 from tqtool.artifact.output import whole_file
 from tqtool.artifact.reader import read_config, read_manifest
 from tqtool.errors import UserError
@@ -50,6 +51,7 @@ class CardRequest:
         stated: Licence fields that the owner states in place of the source's card.
         licence_file: Copied into the artifact.
         place: Repository or folder in the commands.
+        renews_model_file: Put this version's module file in the place of a packed artifact's.
         force: Replace a card that was edited since.
     """
 
@@ -59,6 +61,7 @@ class CardRequest:
     stated: Mapping[str, str] | None = None
     licence_file: Path | None = None
     place: str | None = None
+    renews_model_file: bool = False
     force: bool = False
 
 
@@ -96,7 +99,10 @@ def plan_card(request: CardRequest) -> NewCard:
         added[MEASURED_NAME] = encode_measured(measured)
     if request.licence_file is not None:
         added[_licence_name(request.licence_file)] = read_file(request.licence_file)
-    facts = _facts(request, manifest, measured)
+    config = read_config(folder)
+    if request.renews_model_file:
+        added[_module_name(folder, config)] = model_file()
+    facts = _facts(request, manifest, config, measured)
     bare = manifest.model_copy(
         update={
             "files": {name: each for name, each in manifest.files.items() if name not in (CARD_NAME, MEASURED_NAME)}
@@ -121,7 +127,13 @@ def _require_unedited(folder: Path, manifest: Manifest, *, force: bool) -> None:
         )
 
 
-def _facts(request: CardRequest, manifest: Manifest, measured: Measured | None) -> CardFacts:
+def _module_name(folder: Path, config: Mapping[str, Any]) -> str:
+    if config.get("model_file") != MODEL_FILE:
+        raise UserError(f"{folder}: ships no module file: only packed trellis artifacts do", hint="drop --renew-module")
+    return MODEL_FILE
+
+
+def _facts(request: CardRequest, manifest: Manifest, config: Mapping[str, Any], measured: Measured | None) -> CardFacts:
     before = stated_fields(request.artifact / CARD_NAME, (*STATED, "base_model", "tags"))
     known = manifest.source.location if manifest.source.kind == "hub" else before.get("base_model")
     base_model = request.base_model or (known if isinstance(known, str) else None)
@@ -134,7 +146,7 @@ def _facts(request: CardRequest, manifest: Manifest, measured: Measured | None) 
         base_model=base_model,
         stated=kept,
         is_quantized=manifest.kind != "float",
-        needs_code=read_config(request.artifact).get("model_file") is not None,
+        needs_code=config.get("model_file") is not None,
         place=request.place or _place_before(request.artifact / CARD_NAME),
         tags=tuple(tag for tag in before.get("tags", ()) if tag not in OWN_TAGS),
         measured=measured,
