@@ -27,6 +27,11 @@ class TqError(Exception):
         return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
 
 
+def reason_of(error: Exception) -> str:
+    """What went wrong, without the number and path that an OSError repeats."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 class UserError(TqError):
     """The request cannot be carried out as asked."""
 

@@ -240,8 +240,9 @@ def test_a_rotated_tied_model_is_rated_over_its_source(
     rate = 8 * totals["tensor_bytes"] / weights
     assert f"{rate:.3f} bits per weight" in answer.out
     card = (tmp_path / "out" / "README.md").read_text()
-    assert f"| {rate:.3f} (codes alone" in card
-    assert f"affine {rate:.2f} bits" in card
+    rate_of_files = 8 * (tmp_path / "out" / "model.safetensors").stat().st_size / weights
+    assert f"| bits per weight | {rate_of_files:.3f}: " in card
+    assert f"affine {rate_of_files:.2f} bits" in card
 
 
 def test_the_page_of_the_command_line_lists_the_codes_of_signals() -> None:

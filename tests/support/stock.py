@@ -41,6 +41,29 @@ for path in json.loads(sys.argv[1]):
 print("ANSWER" + json.dumps(answers))
 """
 
+# Every way to tqtool is closed before anything is imported; mlx-lm's own command answers.
+_PACKED = """
+import contextlib, io, json, sys
+sys.modules["tqtool"] = None
+import mlx.core as mx
+from mlx_lm import load
+from mlx_lm.generate import main
+answers = {}
+for path in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    sys.argv = ["mlx_lm.generate", "--model", path, "--prompt", "w5 w6", "--max-tokens", "6", "--trust-remote-code"]
+    with contextlib.redirect_stdout(said):
+        main()
+    model, _ = load(path, trust_remote_code=True)
+    model.set_dtype(mx.float32)
+    logits = model(mx.array([TOKENS]))[0]
+    kinds = sorted({type(module).__name__ for _, module in model.named_modules() if "Trellis" in type(module).__name__})
+    answers[path] = {"said": said.getvalue(), "logits": logits.tolist(), "kinds": kinds}
+assert not [name for name in sys.modules if name.startswith("tqtool.")]
+print("ANSWER" + json.dumps(answers))
+"""
+PACKED_TOKENS = [5, 9, 31, 7, 7, 200, 3, 11]
+
 
 def _run(script: str, *arguments: str) -> str:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -61,4 +84,15 @@ def stock_generate(folders: list[Path], prompt: str | list[int], *, blas: bool =
     paths = json.dumps([str(folder) for folder in folders])
     out = _run(_GENERATE, paths, json.dumps(prompt), "blas" if blas else "plain")
     answers = json.loads(out.split("ANSWER")[1])
+    return {Path(path): answer for path, answer in answers.items()}
+
+
+def stock_packed(folders: list[Path]) -> dict[Path, dict[str, Any]]:
+    """Run ``mlx_lm.generate --trust-remote-code`` on packed artifacts where tqtool cannot be imported.
+
+    ``said`` is what it printed, ``logits`` those of ``PACKED_TOKENS`` in float32, ``kinds`` the classes of
+    trellis layers.
+    """
+    script = _PACKED.replace("TOKENS", json.dumps(PACKED_TOKENS))
+    answers = json.loads(_run(script, json.dumps([str(folder) for folder in folders])).split("ANSWER")[1])
     return {Path(path): answer for path, answer in answers.items()}

@@ -1,4 +1,4 @@
-"""config.json of an artifact, stop tokens, model card."""
+"""config.json of an artifact, stop tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tqtool.artifact.card import CardFacts, render_card, stated_fields
 from tqtool.artifact.config import build_config, encode_config
 from tqtool.artifact.stop_tokens import generation_config_bytes, read_stop_tokens
 from tqtool.formats.dtypes import DType
@@ -99,57 +98,3 @@ def test_stop_tokens_of_a_nested_config_and_broken_files(tmp_path: Path) -> None
     stop = read_stop_tokens({"text_config": {"eos_token_id": 5}}, files)
     assert (stop.config, stop.generation, stop.tokenizer) == ((5,), (), ())
     assert read_stop_tokens({"eos_token_id": None}, []).union == ()
-
-
-def facts(**changes: Any) -> CardFacts:
-    base: dict[str, Any] = {
-        "title": "t",
-        "base_model": "org/name",
-        "source_card": None,
-        "facts": {"source": "org/name"},
-        "is_quantized": True,
-    }
-    return CardFacts(**{**base, **changes})
-
-
-def front_matter(card: bytes) -> list[str]:
-    return card.decode().split("---\n")[1].splitlines()
-
-
-def test_card_front_matter() -> None:
-    assert front_matter(render_card(facts(tags=("4-bit",)))) == [
-        "library_name: mlx",
-        "pipeline_tag: text-generation",
-        'base_model: "org/name"',
-        "base_model_relation: quantized",
-        "tags:",
-        "- mlx",
-        "- tqtool",
-        "- 4-bit",
-    ]
-
-
-def test_licence_only_if_the_source_states_it(tmp_path: Path) -> None:
-    card = tmp_path / "README.md"
-    card.write_text(
-        "---\nlicense: other\nlibrary_name: transformers\nlicense_link: https://x.y/z\n"
-        "language:\n- en\ntags:\n- a\n---\nlicense: mit\n"
-    )
-    assert stated_fields(card) == {"license": "other", "license_link": "https://x.y/z"}
-    assert "license: other" in front_matter(render_card(facts(source_card=card)))
-    card.write_text("license: mit\n")
-    assert stated_fields(card) == {}
-    card.write_text("---\nlicense: mit\n")  # never closed
-    assert stated_fields(card) == {}
-    assert stated_fields(tmp_path / "missing.md") == {}
-
-
-def test_local_source_has_no_base_model_and_a_dense_one_no_relation() -> None:
-    local = front_matter(render_card(facts(base_model=None)))
-    assert not any(line.startswith("base_model") for line in local)
-    assert "base_model_relation: quantized" not in front_matter(render_card(facts(is_quantized=False)))
-
-
-def test_usage_only_where_stock_loads_it() -> None:
-    assert b"mlx_lm.generate" in render_card(facts())
-    assert b"mlx_lm.generate" not in render_card(facts(is_stock=False))

@@ -129,3 +129,16 @@ def test_a_local_folder_of_that_name_wins(offline: Path) -> None:
 )
 def test_what_looks_like_a_hub_id(text: str, expected: bool) -> None:
     assert is_hub_id(text) is expected
+
+
+def test_the_card_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its front matter names the licence, without which the artifact's card states none."""
+    asked: list[str] = []
+
+    def download(repo: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
+        return str(write_tiny(tmp_path / "snapshots" / COMMIT))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    open_checkpoint("org/absent")
+    assert {"README.md", "LICENSE*"} <= set(asked)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Literal
 
 from tqtool.artifact.config_check import config_entries, config_problems
 from tqtool.artifact.decode_check import decode_problems
+from tqtool.artifact.model_file import model_file
 from tqtool.artifact.reader import SHARD_GLOB, Artifact, open_artifact, read_manifest, read_object
 from tqtool.artifact.reload import Depth, compare_modules, reload_stock
 from tqtool.artifact.sidecar import VISION_NAME, sidecar_problems
@@ -24,6 +24,10 @@ from tqtool.errors import ArtifactError, TqError
 from tqtool.formats.manifest import MANIFEST_NAME, Manifest, rotation_seeds
 
 Status = Literal["pass", "fail", "skip"]
+_OTHER_MODULE = (
+    "model_file is not the module this version of tqtool ships: it was not executed (of another version? "
+    "`tqtool card ARTIFACT --renew-module` puts this one's there)"
+)
 _HASH_BLOCK = 1 << 20
 COMPANION_FOLDER = "mtp"
 _COMPANION_KIND = "companion-"
@@ -215,7 +219,7 @@ def _check_reload(artifact: Artifact, depth: Depth) -> tuple[str, list[str]]:
     entries = config_entries(artifact)
     needs_code = artifact.config.get("model_file") is not None
     if needs_code and not _is_our_model_file(artifact):
-        return "stock mlx-lm", ["model_file is not the module this version of tqtool ships: it was not executed"]
+        return "stock mlx-lm", [_OTHER_MODULE]
     report = reload_stock(artifact.path, depth=depth, trust_remote_code=needs_code)
     detail = f"mlx-lm {report.mlx_lm_version}, {len(report.modules)} modules as configured"
     if report.n_logits:
@@ -231,8 +235,7 @@ def _is_our_model_file(artifact: Artifact) -> bool:
     if not isinstance(name, str) or Path(name).name != name:
         return False
     path = artifact.path / name
-    ours = resources.files("tqtool").joinpath("runtime", "stock_model.py").read_bytes()
-    return path.is_file() and path.read_bytes() == ours
+    return path.is_file() and path.read_bytes() == model_file()
 
 
 def _files_below(path: Path) -> Iterator[str]:

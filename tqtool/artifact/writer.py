@@ -296,7 +296,14 @@ def check_target(out: Path, *, overwrite: bool = False) -> None:
         raise UserError(f"{out}: exists and is not a folder", hint="name a folder that does not exist")
     if out.is_dir() and any(out.iterdir()) and not (overwrite and (out / MANIFEST_NAME).is_file()):
         reason = "is not empty and not an artifact of tqtool" if overwrite else "is not empty"
-        raise UserError(f"{out}: {reason}", hint="remove it or choose another output folder")
+        other = "remove it or choose another output folder"
+        is_ours = (out / MANIFEST_NAME).is_file()
+        hint = (
+            f"an artifact of tqtool: convert and trellis replace it with --overwrite; else {other}"
+            if is_ours
+            else other
+        )
+        raise UserError(f"{out}: {reason}", hint=hint)
     if not out.parent.is_dir():
         raise UserError(f"{out.parent}: no such folder, so {out.name} cannot be created in it")
     if not os.access(out.parent, os.W_OK | os.X_OK):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tqtool.errors import UserError
+from tqtool.errors import UserError, reason_of
 from tqtool.evals.text import encode, opening_token, require_no_document
 from tqtool.formats.hessians import TextRecord
 
@@ -103,7 +103,7 @@ def _from_end(tokenizer: Any, path: Path, data: bytes, rows: int, context: int) 
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: expected a UTF-8 text file ({error})") from error
+        raise UserError(f"{path}: expected a UTF-8 text file ({reason_of(error)})") from error
     bos = opening_token(tokenizer)
     fresh = context - (bos is not None)
     needed = rows * fresh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import signal
 import sys
@@ -17,19 +18,30 @@ from tqtool.runtime.blas import IDLE_THREADS
 VERBS = (
     "inspect",
     "import_gguf",
-    "calibrate",
     "convert",
     "trellis",
+    "calibrate",
     "run",
-    "verify",
-    "codec",
-    "teacher",
-    "eval",
     "sensitivity",
     "kmap",
+    "codec",
+    "verify",
+    "teacher",
+    "eval",
     "compare",
     "generate",
+    "bench",
+    "card",
+    "upload",
 )
+
+PANELS = {
+    "Look and import": ("inspect", "import-gguf"),
+    "Quantize": ("convert", "trellis", "calibrate", "sensitivity", "kmap", "run", "codec"),
+    "Prove": ("verify", "teacher", "eval", "compare"),
+}
+"""How ``tqtool --help`` groups the verbs."""
+OTHER_PANEL = "Run and publish"
 
 
 def build_app() -> typer.Typer:
@@ -52,7 +64,27 @@ def build_app() -> typer.Typer:
 
     for verb in VERBS:
         importlib.import_module(f"tqtool.cli.{verb}").register(app)
+    _tidy(app)
+    for command in app.registered_commands:
+        command.rich_help_panel = _panel(command.name)
+    for group in app.registered_groups:
+        group.rich_help_panel = _panel(group.name)
     return app
+
+
+def _panel(verb: str | None) -> str:
+    return next((panel for panel, names in PANELS.items() if verb in names), OTHER_PANEL)
+
+
+def _tidy(app: typer.Typer) -> None:
+    """Paragraphs of every help without the line breaks of the source: terminals have widths of their own."""
+    for command in app.registered_commands:
+        text = inspect.cleandoc(command.help or inspect.getdoc(command.callback) or "")
+        command.help = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in text.split("\n\n"))
+        command.name = command.name or str(getattr(command.callback, "__name__", "")).replace("_", "-")
+    for group in app.registered_groups:
+        assert group.typer_instance is not None, "a group has commands"
+        _tidy(group.typer_instance)
 
 
 def main() -> None:
@@ -117,10 +149,11 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     del frame
     signal.signal(number, signal.SIG_DFL)
     word = "interrupted" if number == signal.SIGINT else "terminated"
-    kept = (
-        "--resume goes on from what is there"
-        if set(sys.argv[1:2]) & RESUMABLE
-        else "nothing was left under the final name"
-    )
+    verb = "".join(sys.argv[1:2])
+    kept = "nothing was left under the final name"
+    if verb in RESUMABLE:
+        kept = "--resume goes on from what is there"
+    elif verb == "upload":
+        kept = "what was sent stays on the hub, not yet loadable; the same command goes on"
     sys.stderr.write(f"{word}; {kept}\n")
     sys.exit(128 + number)

@@ -19,7 +19,9 @@ Runs the model layer by layer on folded weights. Plain text is read from its end
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("calibrate", help=HELP, short_help="Sum what every linear layer reads over a text.")(calibrate)
+    app.command(
+        "calibrate", help=HELP, short_help="Collect Hessians over a text, for convert --method gptq and trellis --ldlq."
+    )(calibrate)
 
 
 def calibrate(

@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from tqtool.reports.compare import Comparison
 
-HELP = """Arms side by side: size, KL, perplexity, tasks, and which of them nothing beats.
+HELP = """Models (arms) side by side: size, KL, perplexity, tasks, and which of them nothing beats.
 
 Each ARM is a report of `tqtool eval kl --json`, a result of `tqtool eval tasks --out`, or a folder of `tqtool run`;
 NAME=PATH names it, and reports of one name are one arm. A task result without a name belongs to the arm of the same
@@ -21,7 +21,9 @@ must still hold what was scored.
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("compare", help=HELP, short_help="Arms side by side, with their frontier.")(compare)
+    app.command("compare", help=HELP, short_help="Models side by side: size, KL, tasks; which of them nothing beats.")(
+        compare
+    )
 
 
 def compare(
@@ -30,7 +32,7 @@ def compare(
         str | None, typer.Option("--baseline", help="Arm that the tasks of all others are paired with (McNemar).")
     ] = None,
     page: Annotated[Path | None, typer.Option("--html", help="Also write one HTML file with the pictures.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file of --html.")] = False,
+    force: Annotated[bool, typer.Option("--force", "--overwrite", help="Replace the file of --html.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Read, compare, render."""

@@ -12,10 +12,12 @@ from tqtool.cli.job import DEFAULT_SEED, read_places, run_job, show_plan
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("convert", help=HELP, short_help="Round a checkpoint to nearest, or only fold and cast it.")(convert)
+    app.command(
+        "convert", help=HELP, short_help="Quantize to affine, mxfp4, nvfp4 or mxfp8 (RTN, GPTQ), or only fold and cast."
+    )(convert)
 
 
-HELP = """Round a checkpoint to nearest (affine, mxfp4, nvfp4, mxfp8), or only fold and cast it.
+HELP = """Quantize a checkpoint to affine, mxfp4, nvfp4 or mxfp8 (RTN, or GPTQ with Hessians), or only fold and cast it.
 
 With -q, --bits, --group-size or --mode every Linear and the embedding are packed; without, the result is dense. At
 equal settings the tensors are byte for byte those of mlx_lm.convert. --rule makes exceptions, the last match wins.
@@ -78,7 +80,9 @@ def convert(
     ] = True,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
     check: Annotated[str, typer.Option("--check", help="After writing: forward, load or none.")] = "forward",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact of tqtool at OUT.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", "--force", help="Replace an artifact of tqtool at OUT.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan; write nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:

@@ -25,7 +25,7 @@ class Compute(StrEnum):
     EXPAND = "expand"
 
 
-MODEL = typer.Argument(..., help="Artifact, model folder or hub id.")
+MODEL = typer.Argument(..., metavar="MODEL", help="Artifact, model folder or hub id.")
 COMPUTE = typer.Option(Compute.AUTO, "--compute", help="auto: dense on a CPU, packed on a GPU.")
 AS_JSON = typer.Option(False, "--json", help="Print the report as JSON.")
 

@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def generate(
-        model: str = typer.Argument(..., help="Artifact, model folder or hub id."),
+        model: str = typer.Argument(..., metavar="MODEL", help="Artifact, model folder or hub id."),
         prompt: str = typer.Option(..., "--prompt", "-p", help="User message; with --raw the text to continue."),
         system: str | None = typer.Option(None, "--system", help="System message."),
         raw: bool = typer.Option(False, "--raw", help="No chat template."),

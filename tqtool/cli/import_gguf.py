@@ -23,8 +23,8 @@ def register(app: typer.Typer) -> None:
 
     @app.command("import-gguf")
     def import_gguf(
-        file: Path = typer.Argument(..., help="The GGUF file."),
-        out: Path = typer.Argument(..., help="Folder to create; must not exist or be empty."),
+        file: Path = typer.Argument(..., metavar="FILE", help="The GGUF file."),
+        out: Path = typer.Argument(..., metavar="OUT", help="Folder to create; must not exist or be empty."),
         dtype: FloatType = typer.Option(FloatType.BF16, "--dtype", help="Type of the stored weights."),
         dry_run: bool = typer.Option(False, "--dry-run", help="Check everything, print the plan, write nothing."),
         as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON."),

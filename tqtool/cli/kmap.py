@@ -19,7 +19,7 @@ the best candidate within the budget.
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("kmap", help=HELP, short_help="Bits for each module under a budget.")(kmap)
+    app.command("kmap", help=HELP, short_help="Choose bits for each module under a budget.")(kmap)
 
 
 def kmap(
@@ -38,7 +38,7 @@ def kmap(
     ] = None,
     teacher: Annotated[Path | None, typer.Option("--teacher", help="Dump to measure the mix against.")] = None,
     windows: Annotated[int | None, typer.Option("--windows", "-n", help="Only the first N windows.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT.")] = False,
+    force: Annotated[bool, typer.Option("--force", "--overwrite", help="Replace OUT.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Parse, allocate, measure, write, render."""

@@ -22,7 +22,7 @@ one layer of calibration or one tensor. recipes/ has examples, docs/recipes.md e
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("run", help=HELP, short_help="Carry out a recipe.")(run)
+    app.command("run", help=HELP, short_help="Carry out a recipe: a whole run from one YAML file.")(run)
 
 
 def run(

@@ -29,7 +29,7 @@ class ReferenceMode(StrEnum):
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("sensitivity", help=HELP, short_help="What each module's rate does to KL.")(sensitivity)
+    app.command("sensitivity", help=HELP, short_help="Measure what the bits of each module do to KL.")(sensitivity)
 
 
 def sensitivity(

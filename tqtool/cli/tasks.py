@@ -46,7 +46,7 @@ def tasks(
     ),
     out: Path | None = typer.Option(None, "--out", "-o", help="Write the result with every outcome here (JSON)."),
     against: Path | None = typer.Option(None, "--against", help="Pair with this result of another model."),
-    force: bool = typer.Option(False, "--force", help="Replace OUT."),
+    force: bool = typer.Option(False, "--force", "--overwrite", help="Replace OUT."),
     compute: Compute = COMPUTE,
     kv_quant: str | None = KV_QUANT,
     kv_start: int = KV_START,

@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
         skip: int = typer.Option(0, "--skip", help="Windows passed over first: those that something else reads."),
         context: int = typer.Option(512, "--context", "-c", help="Tokens of a window."),
         top: int = typer.Option(2048, "--top", help="Logits kept per position; the whole vocabulary if smaller."),
-        force: bool = typer.Option(False, "--force", help="Replace OUT."),
+        force: bool = typer.Option(False, "--force", "--overwrite", help="Replace OUT."),
         dry_run: bool = typer.Option(
             False, "--dry-run", help="Check everything, say how large OUT gets; write nothing."
         ),

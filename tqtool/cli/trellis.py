@@ -107,7 +107,9 @@ def trellis(
         ),
     ] = "auto",
     check: Annotated[str, typer.Option("--check", help="After writing: forward, load or none.")] = "forward",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact of tqtool at OUT.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", "--force", help="Replace an artifact of tqtool at OUT.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan; write nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:

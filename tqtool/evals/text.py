@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tqtool.errors import UserError
+from tqtool.errors import UserError, reason_of
 
 CHARACTERS_PER_TOKEN = 6
 """First guess of how much text is needed; doubled until there are enough tokens."""
@@ -85,7 +85,7 @@ def check_source(path: Path, *, windows: int, context: int, skip: int = 0) -> tu
         data = path.read_bytes()
         return data, data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: expected a UTF-8 text file ({error})") from error
+        raise UserError(f"{path}: expected a UTF-8 text file ({reason_of(error)})") from error
 
 
 def require_no_document(path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
@@ -193,6 +193,15 @@ class Manifest(_Model):
 def rotation_seeds(transforms: Sequence[TransformRecord]) -> tuple[int | None, ...]:
     """Seeds of the rotations among ``transforms``, oldest first: a companion has those of its trunk."""
     return tuple(record.seed for record in transforms if record.id.startswith("rotation."))
+
+
+def with_files(manifest: Manifest, contents: Mapping[str, bytes]) -> Manifest:
+    """``manifest`` with the files ``contents`` added, or in place of those of their names."""
+    added = {
+        name: FileRecord(size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        for name, data in contents.items()
+    }
+    return manifest.model_copy(update={"files": dict(sorted({**manifest.files, **added}.items()))})
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -17,12 +17,11 @@ from typing import Any, Final
 import mlx.core as mx
 
 from tqtool.kernels.backend import Backend, Call, Ready, launcher
-from tqtool.kernels.cuda_kernels import H200, Card, kernels
+from tqtool.kernels.cuda_kernels import H200, METAL_ON_CUDA, Card, kernels
 from tqtool.kernels.metal import sum_parts
 from tqtool.kernels.problem import Dtype
 from tqtool.kernels.sources import KernelText, kernel_text
 
-METAL_ON_CUDA = "cuda/msl.cuh"
 PROVEN_GENERATION = 9
 """Compute capability, before the point, of the H200; the texts compile for others, nobody has run them there."""
 CUDA_TYPES: Final[dict[Dtype, str]] = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}

@@ -16,6 +16,8 @@ from tqtool.kernels import metal_kernels as metal
 from tqtool.kernels.problem import DTYPE_BYTES, Kernel, Launch, Output, Problem
 from tqtool.kernels.rules import matvec_reason, trellis_template
 
+METAL_ON_CUDA: Final = "cuda/msl.cuh"
+"""What CUDA compiles before a text of Metal's."""
 WARPS: Final = 16
 THREADS: Final = 32 * WARPS
 LIMBS: Final = 3

@@ -259,3 +259,6 @@ EXPAND = _kernel("expand", ("words", "scales", "dims"), expand_supports, expand_
 KERNELS: tuple[Kernel, ...] = (REDUCE, TILE_PRODUCT, SCATTER, PREFILL, REDUCE_SWIGLU, TILE_SWIGLU, EXPAND)
 ENCODE_SOURCE = "metal/viterbi.metal"
 SUM_PARTS_SOURCE = "metal/sum_parts.metal"
+METAL_SWITCH = "TQTOOL_METAL_KERNELS"
+"""Environment variable: at 1 an Apple GPU runs the Metal kernels, which pass their tests under an executor of Metal
+text and have run on no Apple GPU yet (decision 0004). Unset or 0, MLX's own operations decode."""

@@ -16,6 +16,8 @@ from tqtool.errors import BackendError
 
 _INCLUDE = re.compile(r'^#include "([\w./]+)"[^\n]*$', re.MULTILINE)
 _PROBE = "common/trellis_decode.h"
+CARRIED: dict[str, str] = {}
+"""Texts by file name that are taken before any file: what a model file carries (``tqtool.artifact.model_file``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ def kernel_text(source: str, before: str = "") -> KernelText:
 
     ``before`` is a file that is included first.
     """
-    return split((f'#include "{before}"\n' if before else "") + _read(source))
+    return split((f'#include "{before}"\n' if before else "") + raw_text(source))
 
 
 def split(text: str) -> KernelText:
@@ -62,12 +64,15 @@ def _resolve(text: str, seen: set[str]) -> str:
         if name in seen:
             return ""
         seen.add(name)
-        return _resolve(_read(name), seen)
+        return _resolve(raw_text(name), seen)
 
     return _INCLUDE.sub(included, text)
 
 
-def _read(name: str) -> str:
+def raw_text(name: str) -> str:
+    """The file ``name`` as it stands; BackendError if it is missing."""
+    if name in CARRIED:
+        return CARRIED[name]
     path = source_root() / name
     try:
         return path.read_text(encoding="utf-8")

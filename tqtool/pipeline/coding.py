@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from importlib import resources
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tqtool.artifact.model_file import MODEL_FILE
 from tqtool.errors import UserError
 from tqtool.formats.dtypes import DType
 from tqtool.formats.trellis import FORMAT_VERSION, TrellisSpec
@@ -40,7 +40,6 @@ Form = Literal["packed", "fake-quant", "carrier"]
 Layout = Literal["tile", "axis"]
 Axis = Literal["out", "in"]
 
-MODEL_FILE = "tqtool_model.py"
 OTHER = Packed(bits=6, group_size=64, mode="affine")
 """What the trellis does not code.
 
@@ -258,8 +257,3 @@ def packed_config(coded: Sequence[OutputTensor], quantizers: Mapping[str, Quanti
             spec: TrellisSpec = quantizer.spec(output.pieces[0].shape, output.name)
             modules[output.module] = replace(spec, experts=len(output.parts)).to_config()
     return {"trellis": {"format_version": FORMAT_VERSION, "modules": modules}, "model_file": MODEL_FILE}
-
-
-def stock_model_source() -> bytes:
-    """The module that lets stock mlx-lm build the model; the runtime keeps it, the artifact carries it."""
-    return resources.files("tqtool").joinpath("runtime", "stock_model.py").read_bytes()

@@ -17,7 +17,7 @@ from tqtool.artifact.stop_tokens import generation_config_bytes
 from tqtool.artifact.writer import ArtifactWriter, FileRecord
 from tqtool.errors import ArtifactError, NumericalError
 from tqtool.formats.dtypes import dtype_of
-from tqtool.formats.manifest import MANIFEST_NAME, Manifest, TensorRecord, encode
+from tqtool.formats.manifest import MANIFEST_NAME, Manifest, TensorRecord, encode, with_files
 from tqtool.pipeline.hashing import BackgroundHash
 from tqtool.pipeline.plan import Work
 from tqtool.pipeline.provenance import (
@@ -220,7 +220,6 @@ def _write_companions(job: Job, writer: ArtifactWriter, reader: SourceReader, re
     writer.add_index()
     writer.add_bytes("config.json", encode_config(job.config))
     writer.add_bytes(OPTIQ_NAME, optiq_metadata(transforms, job))
-    writer.add_bytes(CARD_NAME, card(job, transforms))
     generation = generation_config_bytes(job.checkpoint.files, job.stop_tokens)
     if generation is not None:
         writer.add_bytes("generation_config.json", generation)
@@ -230,7 +229,7 @@ def _write_companions(job: Job, writer: ArtifactWriter, reader: SourceReader, re
         else:
             writer.copy_file(relpath, content)
     for path in job.checkpoint.files:
-        if path.name not in writer.files:
+        if path.name not in writer.files and path.name != CARD_NAME:
             writer.copy_file(path.name, path)
     for relpath, names in job.extras.sidecars.items():
         writer.add_sidecar(relpath, names)
@@ -241,6 +240,9 @@ def _write_companions(job: Job, writer: ArtifactWriter, reader: SourceReader, re
     manifest = build_manifest(
         job, records=records, transforms=transforms, source_sha256=reader.all_sha256(), writer=writer
     )
+    readme = card(job, manifest)
+    writer.add_bytes(CARD_NAME, readme)
+    manifest = with_files(manifest, {CARD_NAME: readme})
     writer.add_bytes(MANIFEST_NAME, encode(manifest))
     return manifest
 

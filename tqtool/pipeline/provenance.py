@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqtool.artifact.card import CARD_NAME, CardFacts, render_card
+from tqtool.artifact.card import CARD_NAME, CardFacts, card_title, render_card, stated_fields
 from tqtool.artifact.writer import ArtifactWriter, shard_of
 from tqtool.errors import NumericalError, SourceError
 from tqtool.formats.manifest import (
@@ -161,30 +161,18 @@ def build_manifest(
     )
 
 
-def card(job: Job, transforms: Sequence[TransformRecord]) -> bytes:
-    """The model card."""
-    totals = job.plan.totals
-    facts = {
-        "source": source_name(job.checkpoint) + (f" at {rev}" if (rev := job.checkpoint.origin.revision) else ""),
-        "format": job.kind,
-        "bits per weight": f"{totals.bits_per_source_weight:.3f} (codes alone {totals.code_bits_per_weight:.3f})",
-        "tensor bytes": f"{totals.tensor_bytes:,}",
-        "transforms": ", ".join(f"{record.id} seed {record.seed}" for record in transforms) or "none",
-        "made with": f"tqtool {importlib.metadata.version('tqtool')}",
-    }
+def card(job: Job, manifest: Manifest) -> bytes:
+    """The model card; ``manifest`` lists everything but it."""
     name = source_name(job.checkpoint).rpartition("/")[2]
-    return render_card(
-        CardFacts(
-            title=f"{name}, {job.kind} {totals.bits_per_source_weight:.2f} bits",
-            base_model=_base_model(job.checkpoint),
-            source_card=job.checkpoint.path / CARD_NAME,
-            facts=facts,
-            is_quantized=job.kind != "float",
-            is_stock=job.extras.is_stock,
-            tags=job.extras.tags,
-            notes=job.plan.notes,
-        )
+    facts = CardFacts(
+        title=card_title(name, manifest),
+        base_model=_base_model(job.checkpoint),
+        stated=stated_fields(job.checkpoint.path / CARD_NAME),
+        is_quantized=job.kind != "float",
+        needs_code=not job.extras.is_stock,
+        tags=job.extras.tags,
     )
+    return render_card(manifest, facts)
 
 
 def source_name(checkpoint: Checkpoint) -> str:

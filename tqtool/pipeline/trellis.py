@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tqtool.artifact.model_file import MODEL_FILE, model_file
 from tqtool.artifact.reload import Depth, compare_modules, reload_stock
 from tqtool.errors import ArtifactError, UserError
 from tqtool.formats.kmap import rates_of
@@ -21,7 +22,6 @@ from tqtool.pipeline.allocation import basis_notes, coded_mix
 from tqtool.pipeline.beside import with_beside
 from tqtool.pipeline.calibrated import SINK_WEIGHT, Hessians, calibrated_affine, open_hessians
 from tqtool.pipeline.coding import (
-    MODEL_FILE,
     OTHER,
     Axis,
     Coding,
@@ -33,7 +33,6 @@ from tqtool.pipeline.coding import (
     fold_channels,
     is_coded,
     packed_config,
-    stock_model_source,
     tame_columns,
 )
 from tqtool.pipeline.companion import CompanionRequest
@@ -195,7 +194,7 @@ def plan_trellis(request: TrellisRequest) -> Job:
     is_packed = request.form == "packed"
     extras = JobExtras(
         config=packed_config(coded, quantizers) if is_packed else {},
-        files={**request.files, **({MODEL_FILE: stock_model_source()} if is_packed else {})},
+        files={**request.files, **({MODEL_FILE: model_file()} if is_packed else {})},
         notes=notes,
         plan_notes=(*target.notes(), *chosen.counted_notes(), *basis, *mix_notes, *fold_notes, *_device_notes(devices)),
         dtype=target.config_dtype,

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from tqtool.errors import UserError
+from tqtool.errors import UserError, reason_of
 from tqtool.formats.affine import AFFINE_BITS
 from tqtool.formats.kmap import RATES
 from tqtool.pipeline.calibrated import MOST_SINK_WEIGHT
@@ -227,7 +227,9 @@ def read_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
+        raise UserError(
+            f"{path}: cannot be read ({reason_of(error)})", hint="expected a recipe in YAML; recipes/ has examples"
+        ) from error
     try:
         node, value = yaml.compose(text), yaml.safe_load(text)
         twice = _given_twice(node)

@@ -88,10 +88,11 @@ class _Draft:
     results: list[TaskResult] = field(default_factory=list)
 
 
-def compare(inputs: Sequence[str], *, baseline: str | None = None) -> Comparison:
+def compare(inputs: Sequence[str], *, baseline: str | None = None, at: Mapping[str, Path] | None = None) -> Comparison:
     """Read the arms named in ``inputs``, each ``[NAME=]PATH``; pair tasks with the arm ``baseline``.
 
-    Task results without a name belong to the arm with the same weights, if there is one.
+    Task results without a name belong to the arm with the same weights, if there is one. ``at`` says where weights of a
+    hash lie, for models that were moved since their reports.
 
     Raises:
         UserError: a path is no report and no run, its model is gone or is no longer what was scored, a name is given
@@ -110,7 +111,8 @@ def compare(inputs: Sequence[str], *, baseline: str | None = None) -> Comparison
     arms = []
     for name, draft in drafts.items():
         partner = drafts[baseline].results if baseline is not None and name != baseline else None
-        arms.append(replace(_weighed(name, draft), tasks=scores_of(draft.results, partner)))
+        folder = (at or {}).get(draft.model_hash, Path(draft.folder))
+        arms.append(replace(_weighed(name, draft, folder), tasks=scores_of(draft.results, partner)))
     arms.sort(key=lambda arm: (arm.weight_bytes, math.inf if arm.distance is None else arm.distance.kl))
     return Comparison(
         arms=tuple(_marked(arms)), conditions=conditions, task_conditions=task_conditions, baseline=baseline
@@ -182,6 +184,12 @@ def _read(text: str) -> tuple[str, Path, dict[str, Any]]:
     return name, file, value
 
 
+def report_hash(file: Path) -> str:
+    """Which weights the report ``file`` is about; UserError if it is none."""
+    _, where, value = _read(str(file))
+    return _hash_of(value, where)
+
+
 def _hash_of(report: Mapping[str, Any], where: Path) -> str:
     found = report.get("model_hash")
     if not isinstance(found, str):
@@ -204,9 +212,8 @@ def _distance(report: Mapping[str, Any], where: Path) -> Distance:
     return found
 
 
-def _weighed(name: str, draft: _Draft) -> Arm:
-    """The arm without its tasks, weighed; UserError unless its folder holds what was scored."""
-    folder = Path(draft.folder)
+def _weighed(name: str, draft: _Draft, folder: Path) -> Arm:
+    """The arm without its tasks, weighed; UserError unless ``folder`` holds what was scored."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{draft.where}: its model {folder} is not there, so it cannot be weighed")
     found = content_hash(folder)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tqtool import native
 from tqtool.errors import UserError
 from tqtool.formats.trellis import TrellisSpec
+from tqtool.kernels.device import backend_of
 from tqtool.runtime.stock_model import TrellisExperts, TrellisLinear
 
 MATVEC_ROWS = 4
@@ -25,17 +26,17 @@ MATVEC_ROWS = 4
 def layer_class_for(device: mx.Device, *, int8: bool = False) -> type[TrellisLinear]:
     """The trellis layer to run on ``device``: compiled kernels on the CPU, CUDA kernels on cards that they ran on.
 
-    Elsewhere, on Apple's GPUs too, MLX operations, until kernels have passed their tests there (decision 0004).
+    Elsewhere, on Apple's GPUs too, MLX operations, until kernels have passed their tests there (decision 0004) or
+    are asked for (``tqtool.kernels.device``).
 
     Raises:
         UserError: ``int8`` activations on a device whose layers do not take them.
     """
-    if device.type != mx.cpu:
-        from tqtool.kernels.cuda import CUDA, is_proven_here
+    backend = backend_of(device)
+    if backend is not None and (backend.name == "CUDA" or not int8):
         from tqtool.runtime.gpu_linear import kernel_layer
 
-        if is_proven_here():
-            return kernel_layer(CUDA, int8=int8)
+        return kernel_layer(backend, int8=int8)
     if int8:
         raise UserError(
             "int8 activations: only the CUDA kernels take them, and they are not in use here",

@@ -171,11 +171,11 @@ def model_folder(path: str | Path) -> Path:
         return folder
     if not folder.exists() and is_hub_id(str(path)):
         return resolve_snapshot(str(path), revision=None)[0]
-    found = "no such folder" if not folder.exists() else "no config.json in it"
-    raise UserError(
-        f"{path}: expected a model folder, found {found}",
-        hint="give a folder with config.json, model*.safetensors and a tokenizer, or a hub id",
-    )
+    found = "no such folder" if not folder.exists() else "a file" if folder.is_file() else "no config.json in it"
+    hint = "give a folder with config.json, model*.safetensors and a tokenizer, or a hub id"
+    if folder.suffix.lower() == ".gguf":
+        hint = f"tqtool import-gguf {folder} OUT makes a model folder of it"
+    raise UserError(f"{path}: expected a model folder, found {found}", hint=hint)
 
 
 def load_tokenizer(folder: Path) -> TokenizerWrapper:

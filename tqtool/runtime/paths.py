@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.nn as nn
 
@@ -34,6 +36,12 @@ def explain(model: nn.Module, rows: tuple[int, ...]) -> list[LayerPath]:
         if isinstance(module, TrellisLinear)
         for m in rows
     ]
+
+
+def counted_paths(model: nn.Module, rows: tuple[int, ...]) -> list[dict[str, Any]]:
+    """``explain`` as rows to print: how many trellis layers go which way at how many rows of x, and why."""
+    counted = Counter((each.m, each.path, each.reason) for each in explain(model, rows))
+    return [{"rows": m, "layers": n, "path": path, "reason": reason} for (m, path, reason), n in counted.items()]
 
 
 _BOTH = ("gate_proj", "up_proj")

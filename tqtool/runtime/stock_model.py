@@ -3,9 +3,11 @@
 ``config.json`` names this file in ``model_file``, so ``mlx_lm ... --trust-remote-code`` builds the model
 from here and refuses without the flag. ``Model(args)`` is mlx-lm's own class for ``config["model_type"]``
 with the linear layers listed in ``config["trellis"]["modules"]`` replaced by ``TrellisLinear`` (stacks of experts by
-``TrellisExperts``). Only MLX
-array operations are used, so it runs wherever MLX does; it is the plain path, not the fast one (that is
-tqtool's own runtime). The file depends on mlx and mlx_lm alone.
+``TrellisExperts``). They decode with MLX's array operations, so they run wherever MLX does. Where GPU kernels are in
+use (NVIDIA cards of compute capability 9.0; Apple's GPUs with ``TQTOOL_METAL_KERNELS=1`` in the environment, as no
+Apple GPU has run them yet) layers that go through them take their place. The kernels and the Python that launches
+them stand at the end of the shipped file, as ``tqtool.artifact.model_file`` put them there. The file depends on what
+mlx-lm depends on: mlx, mlx_lm and numpy.
 
 Format versions 1 and 2. ``weight`` is a stream of uint32 words: the stored matrix [rows, stride] in row-major
 order (``cols`` values used in each row), cut into blocks of T values, T·k bits each; or, with ``tile`` 16, cut into
@@ -16,6 +18,8 @@ are its state. Weight = f32(code(state)) · f32(scale[row]). Axis 1 stores [out,
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -33,6 +37,11 @@ BYTE_SUM_CODES = {
     "1mad": (34038481, 76625530, 147.800537109375),
 }
 """Multiplier, addend, unit: x = state·multiplier + addend mod 2^32, value (byte sum of x - 510)·f32(1/unit)."""
+
+CARRIED: dict[str, str] = {}
+"""Filled at the end of the shipped file: Python modules by name, in the order of their imports; kernels by file."""
+CARRIED_ROOT = ""
+"""Package that the carried modules belong to: its name holds their hash, so that versions do not mix."""
 
 
 class ModelArgs:
@@ -55,7 +64,7 @@ def Model(  # noqa: N802
     """mlx-lm's model for ``args.config`` with its trellis layers in place; weights are loaded afterwards.
 
     Named as mlx-lm wants it. ``layer_class`` and ``experts_class`` are the classes of trellis layers and of stacks of
-    them, by default those here.
+    them, by default those of the default device.
     Raises ValueError for an unknown format version, a path that is no ``nn.Linear``, a shape that disagrees.
     """
     model_class, args_class = _get_classes(args.config)
@@ -65,6 +74,9 @@ def Model(  # noqa: N802
         found = trellis.get("format_version")
         raise ValueError(f"trellis format_version: expected 1 or 2, found {found!r}")
 
+    is_ours = layer_class is None
+    layer_class = layer_class or layer_class_here()
+    experts_class = experts_class or type("TrellisExperts", (TrellisExperts,), {"layer_class": layer_class})
     linears = dict(model.named_modules())
     codes: dict[tuple[str, int], mx.array | None] = {}
     layers = []
@@ -73,11 +85,13 @@ def Model(  # noqa: N802
         if key not in codes:
             codes[key] = code_values(*key)
         if "experts" in spec:
-            layer = _experts_for(path, linears.get(path), spec, codes[key], experts_class or TrellisExperts)
+            layer = _experts_for(path, linears.get(path), spec, codes[key], experts_class)
         else:
-            layer = _layer_for(path, linears.get(path), spec, codes[key], layer_class or TrellisLinear)
+            layer = _layer_for(path, linears.get(path), spec, codes[key], layer_class)
         layers.append((path, layer))
     model.update_modules(tree_unflatten(layers))
+    if is_ours and layer_class is not TrellisLinear:
+        carried("runtime.gated_mlp").fuse_gates(model)  # gate and up in one launch where a kernel does both
     return model
 
 
@@ -103,6 +117,32 @@ def _experts_for(
     if expected != found:
         raise ValueError(f"trellis module {path}: expected [experts, out, in] = {expected}, its spec says {found}")
     return layer
+
+
+def layer_class_here() -> type[TrellisLinear]:
+    """The class for the default device: through carried kernels where they are in use, else ``TrellisLinear``."""
+    if not CARRIED or mx.default_device().type == mx.cpu:
+        return TrellisLinear
+    backend = carried("kernels.device").backend_of(mx.default_device())
+    if backend is None:
+        return TrellisLinear
+    made: type[TrellisLinear] = carried("runtime.gpu_linear").kernel_layer(backend)
+    return made
+
+
+def carried(name: str) -> ModuleType:
+    """The carried module ``name``; the first call makes all of them."""
+    if f"{CARRIED_ROOT}.{name}" not in sys.modules:
+        ours = sys.modules[f"{CARRIED_ROOT}.runtime.stock_model"] = ModuleType(f"{CARRIED_ROOT}.runtime.stock_model")
+        ours.__dict__.update(TrellisLinear=TrellisLinear, TrellisExperts=TrellisExperts)
+        for each, text in CARRIED.items():
+            if "/" in each:
+                continue
+            module = sys.modules[f"{CARRIED_ROOT}.{each}"] = ModuleType(f"{CARRIED_ROOT}.{each}")
+            exec(compile(text, f"{__file__}: {each}", "exec"), module.__dict__)
+        texts = {file: text for file, text in CARRIED.items() if "/" in file}
+        sys.modules[f"{CARRIED_ROOT}.kernels.sources"].CARRIED.update(texts)
+    return sys.modules[f"{CARRIED_ROOT}.{name}"]
 
 
 class TrellisLinear(nn.Module):  # type: ignore[misc]

@@ -18,7 +18,8 @@ LOADER_PATTERNS: Final = (
     "*.txt",
     "*.jinja",
 )
-LICENCE_PATTERNS: Final = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+LICENCE_PATTERNS: Final = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "README.md")
+"""Texts of licences, and the card, whose front matter names the licence."""
 _HUB_ID: Final = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from tests.support.metal.text import generated, to_cpp
 from tqtool.kernels.backend import Call, Ready
+from tqtool.kernels.metal import on_device
 from tqtool.kernels.problem import DTYPE_BYTES, ArrayDtype
 
 HERE = Path(__file__).parent
@@ -43,11 +44,13 @@ class ShimError(Exception):
 class Shim:
     """Compiles each distinct text once into ``folder``, and runs it for one grid at a time.
 
-    ``edit`` changes the text before it is compiled: how tests plant faults.
+    ``edit`` changes the text before it is compiled: how tests plant faults. ``launch`` is whose text it is.
     """
 
-    def __init__(self, folder: Path, edit: Callable[[str], str] = str) -> None:
-        self.folder, self.edit = folder, edit
+    def __init__(
+        self, folder: Path, edit: Callable[[str], str] = str, launch: Callable[..., Ready] = on_device
+    ) -> None:
+        self.folder, self.edit, self.launch = folder, edit, launch
         self.shared_bytes = 0
         """Threadgroup memory that the last call claimed."""
 
@@ -61,7 +64,7 @@ class Shim:
         Raises:
             ShimError: the text does not compile, or breaks a rule while it runs; the message says which.
         """
-        source, names = to_cpp(self.edit(generated(call, arrays)))
+        source, names = to_cpp(self.edit(generated(call, arrays, self.launch)))
         assert names == (*call.inputs, *call.outputs), "buffers come in the order of the call"
         program = self._build(source)
         launch = call.launch

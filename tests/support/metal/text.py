@@ -7,12 +7,12 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import mlx.core as mx
 
-from tqtool.kernels.backend import Call
+from tqtool.kernels.backend import Call, Ready
 from tqtool.kernels.metal import on_device
 
 # What MLX hands in besides buffers, as expressions of the runtime's state.
@@ -25,11 +25,14 @@ _ATTRIBUTES = {
 }
 
 
-def generated(call: Call, arrays: Sequence[mx.array]) -> str:
-    """Metal text of ``call``: MLX prints it while it traces a function for export, which needs no device."""
+def generated(call: Call, arrays: Sequence[mx.array], launch: Callable[..., Ready] = on_device) -> str:
+    """Metal text of ``call``: MLX prints it while it traces a function for export, which needs no device.
+
+    ``launch`` is ``tqtool.kernels.metal.on_device``, or that of a model file.
+    """
 
     def traced(*inputs: mx.array) -> list[mx.array]:
-        return on_device(call, verbose=True)(inputs)
+        return launch(call, verbose=True)(inputs)
 
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as printed:
         sys.stdout.flush()

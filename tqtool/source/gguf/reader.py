@@ -135,7 +135,8 @@ def read_gguf(path: Path) -> GgufFile:
     except FileNotFoundError:
         raise SourceError(f"{path}: no such file") from None
     except OSError as error:
-        raise SourceError(f"{path}: cannot be read ({error.strerror or error})") from error
+        hint = "a model folder needs no import: give it to the other verbs as it is" if path.is_dir() else None
+        raise SourceError(f"{path}: cannot be read ({error.strerror or error})", hint=hint) from error
 
 
 class _Cursor:
