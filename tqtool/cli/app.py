@@ -29,6 +29,7 @@ VERBS = (
     "kmap",
     "compare",
     "generate",
+    "serve",
 )
 
 
