@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tqtool.cli.serve import describe
+from tqtool.kv.scheme import FULL_CACHE, KVOptions
 from tqtool.runtime.load import LoadedModel, load
 from tqtool.serve.app import Access
 from tqtool.serve.caches import choose_caches
@@ -26,6 +27,7 @@ def serving(
     max_tokens: int | None = None,
     body_mb: float = 1.0,
     grace: float = 5.0,
+    kv: KVOptions = FULL_CACHE,
     origins: tuple[str, ...] = (),
     aliases: tuple[str, ...] = (),
     **options: Any,
@@ -33,7 +35,7 @@ def serving(
     """A ready server; ``options`` are of the engine."""
     loaded = model if isinstance(model, LoadedModel) else load(model)
     served = describe(loaded, name=None, aliases=aliases, context=context, max_tokens=max_tokens, body=body_mb)
-    settings = replace(EngineOptions(make_caches=choose_caches(loaded).make), **options)
+    settings = replace(EngineOptions(make_caches=choose_caches(loaded, kv).make), **options)
     place = Place(port=0, grace=grace)
     ready = threading.Event()
     server = Server(served, settings, Access(api_key=api_key, origins=origins), place, listen(place), ready=ready.set)

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tqtool.cli.generate import Activations, Compute
+from tqtool.cli.generate import KV_QUANT, KV_START, Activations, Compute
 from tqtool.cli.render import emit_line, note
 
 if TYPE_CHECKING:
     from tqtool.runtime.load import LoadedModel
     from tqtool.serve.app import Access
+    from tqtool.serve.caches import CacheChoice
     from tqtool.serve.served import Served
     from tqtool.serve.server import Place
 
@@ -47,6 +48,8 @@ def register(app: typer.Typer) -> None:
         ),
         prefill_step: int = typer.Option(512, "--prefill-step", min=1, help="Tokens of a prompt computed at once."),
         grace: float = typer.Option(30.0, "--grace", min=0, help="Seconds for running requests when told to end."),
+        kv_quant: str | None = KV_QUANT,
+        kv_start: int = KV_START,
         compute: Compute = typer.Option(Compute.PACKED, "--compute", help="Keep layers packed, or make them dense."),
         activations: Activations = typer.Option(
             Activations.FLOAT, "--activations", help="int8: inputs of CUDA kernels rounded to 8 bits."
@@ -60,6 +63,7 @@ def register(app: typer.Typer) -> None:
 
         need_extra()
         from tqtool.errors import UserError
+        from tqtool.kv.scheme import parse_options
         from tqtool.runtime.load import load
         from tqtool.serve.app import Access
         from tqtool.serve.caches import choose_caches
@@ -67,6 +71,7 @@ def register(app: typer.Typer) -> None:
         from tqtool.serve.server import Place, Server, listen, url_of
 
         log_to_stderr(verbose)
+        kv = parse_options(kv_quant, kv_start)
         access = Access(api_key=api_key(api_key_file), origins=tuple(allow_origin))
         place = Place(host=host, port=port, grace=grace)
         listening = listen(place)  # before a model is loaded for nothing
@@ -75,7 +80,7 @@ def register(app: typer.Typer) -> None:
         served = describe(
             loaded, name=name, aliases=tuple(alias), context=context, max_tokens=max_tokens, body=max_body_mb
         )
-        caches = choose_caches(loaded)
+        caches = choose_caches(loaded, kv)
         options = EngineOptions(
             parallel=parallel,
             queue=queue,
@@ -85,12 +90,18 @@ def register(app: typer.Typer) -> None:
         )
         listening = listen(place)
         url = url_of(place, listening)
-        say_start(served, access, place)
+        say_start(served, caches, access, place)
 
         def ready() -> None:
             note(f"ready: {url}/v1")
             if as_json:
-                facts = {"url": url, "model": served.name, "context": served.limits.context, "kv": caches.name}
+                facts = {
+                    "url": url,
+                    "model": served.name,
+                    "context": served.limits.context,
+                    "kv": caches.name,
+                    "kv_bytes_per_token": caches.bytes_per_token,
+                }
                 emit_line(json.dumps(facts))
                 sys.stdout.flush()
 
@@ -173,12 +184,14 @@ def describe(
     )
 
 
-def say_start(served: Served, access: Access, place: Place) -> None:
+def say_start(served: Served, caches: CacheChoice, access: Access, place: Place) -> None:
     """What is served and to whom, on stderr."""
     from tqtool.serve.server import is_loopback
 
     limits = served.limits
+    cost = caches.bytes_per_token * limits.context / 2**20
     note(f"{served.name}: {limits.context} tokens of context")
+    note(f"KV cache: {caches.name}, {caches.bytes_per_token} bytes a token, {cost:.1f} MiB for a full context")
     if served.defaults:
         recommended = ", ".join(f"{name} {value:g}" for name, value in served.defaults.items())
         note(f"defaults of generation_config.json: {recommended}")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tqtool.kv.scheme import KVOptions
 from tqtool.runtime.load import LoadedModel
 
 
@@ -15,19 +16,27 @@ class CacheChoice:
 
     Attributes:
         make: An empty one.
-        name: ``dense``, or the scheme.
-        prefixes_are_exact: Whether a cache of a prefix is what a shorter prompt would have made. Not where layers are
-            quantized from some position on: what was read before, full precision, depends on the prompt's length.
+        name: ``full``, or the scheme.
+        bytes_per_token: Of the growing caches of all layers together; None where the model's cannot be told.
+        prefixes_are_exact: Whether a cache of a prefix is what a shorter prompt would have made. Not where tokens are
+            packed from some length on: a longer prompt's are then packed, a shorter one's are not.
     """
 
     make: Callable[[], list[Any]]
     name: str
+    bytes_per_token: int
     prefixes_are_exact: bool
 
 
-def choose_caches(loaded: LoadedModel) -> CacheChoice:
-    """The cache for ``loaded``."""
-    from mlx_lm.models.cache import make_prompt_cache
+def choose_caches(loaded: LoadedModel, kv: KVOptions) -> CacheChoice:
+    """The cache for ``loaded``; UserError where the scheme does not go with the model."""
+    from tqtool.kv.cache import cache_bytes_per_token, make_caches
 
     model = loaded.model
-    return CacheChoice(make=lambda: list(make_prompt_cache(model)), name="dense", prefixes_are_exact=True)
+    make_caches(model, kv.scheme, start=kv.start)  # refused now, not at the first request
+    return CacheChoice(
+        make=lambda: make_caches(model, kv.scheme, start=kv.start),
+        name=kv.name or "full",
+        bytes_per_token=cache_bytes_per_token(model, kv.scheme),
+        prefixes_are_exact=kv.start == 0,
+    )
