@@ -54,7 +54,12 @@ def register(app: typer.Typer) -> None:
         activations: Activations = typer.Option(
             Activations.FLOAT, "--activations", help="int8: inputs of CUDA kernels rounded to 8 bits."
         ),
-        as_json: bool = typer.Option(False, "--json", help="One line of JSON with the URL on stdout."),
+        smoke: bool = typer.Option(
+            False, "--smoke", help="Serve on a free port, ask as clients do, report, end; exit code 4 if a check fails."
+        ),
+        as_json: bool = typer.Option(
+            False, "--json", help="One line of JSON with the URL on stdout; with --smoke the report."
+        ),
         verbose: bool = typer.Option(False, "--verbose", help="A line on stderr for each request."),
     ) -> None:
         """Serve a model over HTTP as OpenAI's API does (docs/serve.md)."""
@@ -70,8 +75,12 @@ def register(app: typer.Typer) -> None:
         from tqtool.serve.engine import EngineOptions
         from tqtool.serve.server import Place, Server, listen, url_of
 
-        log_to_stderr(verbose)
         kv = parse_options(kv_quant, kv_start)
+        if smoke:
+            more = ["--compute", compute.value, "--activations", activations.value]
+            run_smoke(model, more, kv_quant=kv_quant or "turbo", context=context, as_json=as_json)
+            return
+        log_to_stderr(verbose)
         access = Access(api_key=api_key(api_key_file), origins=tuple(allow_origin))
         place = Place(host=host, port=port, grace=grace)
         listening = listen(place)  # before a model is loaded for nothing
@@ -109,6 +118,30 @@ def register(app: typer.Typer) -> None:
             Server(served, options, access, place, listening, ready=ready).run()
         except OSError as error:
             raise UserError(f"the server could not run: {error}") from error
+
+
+def run_smoke(model: str, more: list[str], *, kv_quant: str, context: int | None, as_json: bool) -> None:
+    """Check the model as clients would; leaves with ArtifactError's exit code when something is not sound."""
+    from tqtool.cli.render import emit_json, emit_table
+    from tqtool.errors import ArtifactError
+    from tqtool.runtime.load import model_folder
+    from tqtool.serve.smoke.run import Row, smoke
+
+    def say(row: Row) -> None:
+        if not as_json:
+            note(f"{row.kv}: {row.check}: {row.outcome}, {row.seconds:.1f} s")
+
+    if context is not None:
+        more = [*more, "--context", str(context)]
+    report = smoke(model_folder(model), more, kv_quant=kv_quant, context=context, say=say)
+    if as_json:
+        emit_json(report.to_json())
+    else:
+        rows = [(row.kv, row.check, row.outcome, f"{row.seconds:.1f}", row.detail) for row in report.rows]
+        emit_table(("KV cache", "check", "result", "s", "seen"), rows)
+    failed = [f"{row.check} ({row.kv})" for row in report.rows if row.outcome == "FAIL"]
+    if failed:
+        raise ArtifactError(f"{model}: {len(failed)} checks failed: {', '.join(failed)}")
 
 
 def need_extra() -> None:
