@@ -114,12 +114,12 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Requests in the queue that somebody still waits for."""
-        return sum(not job.cancelled for job in list(self._waiting))
+        return sum(not job.cancelled and not isinstance(job, _SelfCheck) for job in list(self._waiting))
 
     @property
     def running(self) -> int:
-        """Requests that are being computed."""
-        return len(self._running)
+        """Requests that are being computed; the engine's own checks are none."""
+        return sum(not isinstance(generation.job, _SelfCheck) for generation in list(self._running))
 
     @property
     def retry_after(self) -> int:

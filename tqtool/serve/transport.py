@@ -118,7 +118,9 @@ class EventStream:
         status = 200
         while True:
             try:
-                event = await asyncio.wait_for(self._events.next(), KEEP_ALIVE_SECONDS)
+                # Not wait_for: before Python 3.12 it can lose a cancellation that comes together with an event.
+                async with asyncio.timeout(KEEP_ALIVE_SECONDS):
+                    event = await self._events.next()
             except TimeoutError:
                 await _send_text(send, ": waiting\n\n")
                 continue
