@@ -54,7 +54,7 @@ def read_facts(folder: Path, context: int | None) -> ModelFacts:
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """The special token that the chat template puts right after what the assistant said."""
+    """The token of its own that the chat template puts right after what the assistant said."""
     word = "smoke"
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": word}]
     try:
@@ -66,4 +66,4 @@ def end_of_turn(tokenizer: Any) -> int | None:
         return None
     ids = tokenizer.encode(rest.lstrip(), add_special_tokens=False)
     first = int(ids[0]) if ids else None
-    return first if first in set(tokenizer.all_special_ids) | set(tokenizer.eos_token_ids) else None
+    return first if first in set(tokenizer.get_added_vocab().values()) | set(tokenizer.eos_token_ids) else None
