@@ -324,3 +324,22 @@ def test_refusals_say_what_is_wrong(client, parameters, param, code):
     assert error.status_code == (404 if code == "model_not_found" else 400)
     assert (error.param, error.code, error.type) == (param, code, "invalid_request_error")
     assert error.request_id.startswith("req_")
+
+
+def test_parameters_at_their_ends(client):
+    for seed in (-(1 << 63), -1, 0, (1 << 63) - 1):
+        answers = [client.completions.create(model="model", prompt=DICE, max_tokens=5, seed=seed) for _ in range(2)]
+        assert answers[0].choices[0].text == answers[1].choices[0].text
+    never = {str(token_id(b"%d;" % side)): -100 for side in range(9)}
+    answer = client.completions.create(
+        model="model", prompt=DICE, max_tokens=5, logit_bias=never, logprobs=5, extra_body={"top_k": -1}
+    )
+    assert answer.choices[0].text == "9;" * 5
+
+
+@pytest.mark.parametrize("kwargs", [{"chat_template": "{{ 1 }}"}, {"tokenize": True}, {"tools": []}])
+def test_templates_are_the_models(client, kwargs):
+    with pytest.raises(openai.BadRequestError, match="is set by the server"):
+        client.chat.completions.create(
+            model="model", messages=[{"role": "user", "content": "hi"}], extra_body={"chat_template_kwargs": kwargs}
+        )

@@ -172,3 +172,17 @@ def test_a_cache_that_cannot_be_cut_serves_its_own_beginning_only():
     store.put(range(8), [Layer(8, trims=False)])
     assert store.take(range(9))[1] == 8
     assert store.take(range(7))[1] == 0
+
+
+def test_an_engine_that_breaks_lets_nobody_wait(loaded, monkeypatch, caplog):
+    with engine_of(loaded) as engine:
+        _, before = begin(engine, tokens=5000)
+        before.get(timeout=60)
+        monkeypatch.setattr(engine, "_advance", None)
+        event = before.get(timeout=60)
+        while not isinstance(event, Failed):
+            event = before.get(timeout=60)
+        assert (event.stopping, event.message) == (False, "the engine stopped: TypeError")
+        with pytest.raises(Stopping):
+            begin(engine)
+        assert not engine.ready

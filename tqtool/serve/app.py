@@ -38,6 +38,8 @@ Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
 BODY_SECONDS = 60.0
 """A body that is not there after so long is not waited for."""
+DISCARDED = 64 << 20
+"""A body over the limit is read up to here and dropped: most clients hear an answer only after they have sent all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,20 @@ class _Server:
 
     async def completions(self, request: Request) -> Response:
         """Continue a text."""
+        return await self._counted(request, self._complete)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        return await self._counted(request, self._chat)
+
+    async def _counted(self, request: Request, handler: Callable[[Request], Awaitable[Response]]) -> Response:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            self._metrics.answered(request.url.path, error.status, 0.0)
+            raise
+
+    async def _complete(self, request: Request) -> Response:
         body, wanted = await self._read(request, CompletionBody, self._served.completion)
         reply = CompletionReply(
             self._head("completion"),
@@ -131,8 +147,7 @@ class _Server:
         )
         return await self._answer(request, body, wanted, reply)
 
-    async def chat(self, request: Request) -> Response:
-        """Answer a conversation."""
+    async def _chat(self, request: Request) -> Response:
         body, wanted = await self._read(request, ChatBody, self._served.chat)
         tokenizer = self._served.loaded.tokenizer
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
@@ -176,11 +191,7 @@ class _Server:
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return _Application(EventStream(events, reply, include_usage=usage, over=over))
-        try:
-            whole = await collect(events, reply, request.receive)
-        except ApiError as error:
-            over(error.status)
-            raise
+        whole = await collect(events, reply, request.receive)
         if whole is None:
             over(499)
             return Response(status_code=499)
@@ -272,25 +283,28 @@ async def _body(request: Request, limit: int) -> bytes:
         message = f"Expected 'Content-Type: application/json', found {kind or 'none'!r}."
         raise ApiError(status=415, message=message, code="unsupported_media_type")
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
+    if declared.isascii() and declared.isdigit() and int(declared) > max(limit, DISCARDED):
         raise _too_large(limit)
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 size += len(part)
-                if size > limit:
+                if size > max(limit, DISCARDED):
                     raise _too_large(limit)
-                parts.append(part)
+                if size <= limit:
+                    parts.append(part)
     except TimeoutError as error:
         raise ApiError(status=408, message="The request's body did not come in time.", code="timeout") from error
     except ClientDisconnect as error:
         raise ApiError(status=400, message="The client left before its request was complete.") from error
+    if size > limit:
+        raise _too_large(limit)
     return b"".join(parts)
 
 
 def _too_large(limit: int) -> ApiError:
-    # The rest of the body is not read, so the connection cannot be used again.
+    # Where the rest of the body is not read, the connection cannot be used again.
     return ApiError(
         status=413,
         message=f"The request's body is too large: at most {limit} bytes are taken.",

@@ -123,8 +123,8 @@ class Engine:
 
     @property
     def retry_after(self) -> int:
-        """Seconds until a place in the queue should be free, from 1 to 60: a request's mean time, shared."""
-        return max(1, min(60, round(self._seconds)))
+        """Seconds until a place in the queue should be free, from 1 to 60: a request's mean time, so many at once."""
+        return max(1, min(60, round(self._seconds / self.options.parallel)))
 
     @property
     def stopping(self) -> bool:
@@ -160,20 +160,27 @@ class Engine:
         import mlx.core as mx
         from mlx_lm.generate import generation_stream, wired_limit
 
-        with wired_limit(self.loaded.model, [generation_stream]), mx.stream(generation_stream):
-            while self._admit():
-                for generation in list(self._running):
-                    if not self._advance(generation):
-                        self._running.remove(generation)
-                        generation.close()
-                        mx.clear_cache()
+        try:
+            with wired_limit(self.loaded.model, [generation_stream]), mx.stream(generation_stream):
+                while self._admit():
+                    for generation in list(self._running):
+                        if not self._advance(generation):
+                            self._running.remove(generation)
+                            generation.close()
+                            mx.clear_cache()
+        except BaseException as error:
+            # Not one request's fault but the thread's: nobody may wait for it any longer.
+            log.exception("the engine stopped")
+            with self._changed:
+                self._draining, self.ready, self.failure = True, False, f"the engine stopped: {type(error).__name__}"
+                self._end_all(Failed(message=self.failure))
 
     def _admit(self) -> bool:
         """Fill free places from the queue; sleep while there is nothing to do; False when the thread is to end."""
         with self._changed:
             while True:
                 if self._aborting:
-                    self._end_all()
+                    self._end_all(Failed(message="the server is shutting down", stopping=True))
                     return False
                 while self._waiting and len(self._running) < self.options.parallel:
                     job = self._waiting.popleft()
@@ -215,9 +222,9 @@ class Engine:
             with suppress(RuntimeError):  # the event loop it goes to is closed
                 job.emit(event)
 
-    def _end_all(self) -> None:
+    def _end_all(self, event: Failed) -> None:
         for job in [*(generation.job for generation in self._running), *self._waiting]:
-            self._emit(job, Failed(message="the server is shutting down", stopping=True))
+            self._emit(job, event)
         for generation in self._running:
             generation.close()
         self._running.clear()

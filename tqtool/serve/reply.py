@@ -163,9 +163,9 @@ class CompletionReply:
         table, found = self._table, list(choices)
         return {
             "tokens": [table.token_string(choice.token) for choice in found],
-            "token_logprobs": [choice.logprob for choice in found],
+            "token_logprobs": [_finite(choice.logprob) for choice in found],
             "top_logprobs": [
-                {table.token_string(token): value for token, value in choice.top}
+                {table.token_string(token): _finite(value) for token, value in choice.top}
                 if choice.logprob is not None
                 else None
                 for choice in found
@@ -325,7 +325,11 @@ def chat_score(table: TokenText, choice: TokenChoice) -> dict[str, Any]:
 def _score(table: TokenText, token: int, logprob: float | None) -> dict[str, Any]:
     return {
         "token": table.token_string(token),
-        # JSON has no -inf: OpenAI writes -9999 for what cannot happen.
-        "logprob": None if logprob is None else max(logprob, -9999.0),
+        "logprob": _finite(logprob),
         "bytes": list(table.token_bytes(token)),
     }
+
+
+def _finite(logprob: float | None) -> float | None:
+    """JSON has no -inf: OpenAI writes -9999 for what cannot happen."""
+    return None if logprob is None else max(logprob, -9999.0)

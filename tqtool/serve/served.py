@@ -16,6 +16,23 @@ from tqtool.serve.sampling import Sampling
 from tqtool.serve.schema import ChatBody, CommonBody, CompletionBody
 from tqtool.source.config import text_config
 
+OWN_KWARGS = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "max_length",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+)
+"""Parameters of the function that renders templates, which are no variables of a template."""
 OPENAI_COMPLETION_TOKENS = 16
 """``max_tokens`` of ``/v1/completions`` where none is given."""
 
@@ -118,7 +135,7 @@ class Served:
         if tools and "tools" not in template and not tokenizer.has_tool_calling:
             raise unsupported("tools", "this model's chat template has no place for tools")
         extra = dict(body.chat_template_kwargs or {})
-        for own in ("tools", "tokenize", "add_generation_prompt", "messages", "conversation"):
+        for own in OWN_KWARGS:
             if own in extra:
                 raise bad_value("chat_template_kwargs", f"'{own}' is set by the server")
         if body.reasoning_effort is not None:
@@ -182,7 +199,7 @@ class Served:
 
         bias: dict[int, float] = {}
         for token, amount in (body.logit_bias or {}).items():
-            if not token.isdigit() or int(token) >= self.vocab:
+            if not (token.isascii() and token.isdigit()) or int(token) >= self.vocab:
                 raise bad_value("logit_bias", f"expected token ids below {self.vocab}, found {token!r}")
             bias[int(token)] = amount
         return Sampling(
