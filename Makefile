@@ -59,7 +59,7 @@ model: $(MODEL)
 	touch $@
 
 .venv/installed: .venv/tools pyproject.toml $(NATIVE)
-	$(PIP) $(PIP_FLAGS) --no-build-isolation -e '.[report]'
+	$(PIP) $(PIP_FLAGS) --no-build-isolation -e '.[report,serve]'
 	touch $@
 
 .venv/installed-dev: .venv/installed

@@ -30,6 +30,7 @@ VERBS = (
     "eval",
     "compare",
     "generate",
+    "serve",
     "bench",
     "card",
     "upload",
