@@ -194,3 +194,90 @@ def _arguments(
 def _table(code: codes.Code, window: int) -> NDArray[np.float32]:
     """Values of a code the C++ looks up; empty for the byte-sum codes, which it computes."""
     return np.empty(0, np.float32) if code in ("mul1", "1mad") else codes.values(code, window)
+
+
+# -------------------------------------------------------------------------------------------- packed KV
+def kv_encode(
+    keys: NDArray[np.float32],
+    values: NDArray[np.float32],
+    *,
+    signs: NDArray[np.float32],
+    boundaries: NDArray[np.float32],
+    bits: tuple[int, int],
+    words: int,
+    threads: int = 0,
+    force: str = "",
+) -> NDArray[np.uint32]:
+    """Keys and values ``[..., d]`` → records ``[..., words]``: the bytes of ``tqtool.kv.codec``'s rule ``exact``.
+
+    Args:
+        keys: C-contiguous, finite.
+        values: Likewise.
+        signs: ``[d]``.
+        boundaries: Between levels of values, ascending.
+        bits: Of keys and of values.
+        words: Of a record (``RecordLayout.words``).
+        threads: 0 for one per core.
+        force: Instruction set, for tests.
+
+    Raises:
+        BackendError: Shapes or bits do not fit.
+    """
+    records = np.empty((*keys.shape[:-1], words), np.uint32)
+    flat = [array.reshape(-1, array.shape[-1]) for array in (keys, values, records)]
+    try:
+        _native.kv_encode(flat[0], flat[1], signs, boundaries, *bits, flat[2], threads, force)
+    except (TypeError, ValueError) as error:
+        raise BackendError(f"kv_encode: keys {list(keys.shape)}, values {list(values.shape)}: {error}") from error
+    return records
+
+
+def kv_decode(
+    records: NDArray[np.uint32],
+    tokens: int,
+    *,
+    head_dim: int,
+    levels: NDArray[np.float32],
+    bits: tuple[int, int],
+    threads: int = 0,
+    force: str = "",
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Of records ``[heads, room, words]`` the first ``tokens``: keys and rotated values ``[heads, tokens, d]``.
+
+    Raises:
+        BackendError: Shapes or bits do not fit.
+    """
+    keys, rotated = np.empty((2, records.shape[0], tokens, head_dim), np.float32)
+    try:
+        _native.kv_decode(records, tokens, levels, *bits, keys, rotated, threads, force)
+    except (TypeError, ValueError) as error:
+        raise BackendError(f"kv_decode: records {list(records.shape)}, {tokens} tokens: {error}") from error
+    return keys, rotated
+
+
+def kv_attend(
+    queries: NDArray[np.float32],
+    records: NDArray[np.uint32],
+    tokens: int,
+    *,
+    levels: NDArray[np.float32],
+    signs: NDArray[np.float32],
+    bits: tuple[int, int],
+    scale: float,
+    threads: int = 0,
+    force: str = "",
+) -> NDArray[np.float32]:
+    """Attention of ``queries [heads, d]`` over the first ``tokens`` of ``records [KV heads, room, words]``.
+
+    Values are summed rotated; each query's sum is rotated back.
+
+    Raises:
+        BackendError: Shapes or bits do not fit.
+    """
+    out = np.empty_like(queries)
+    try:
+        _native.kv_attend(queries, records, tokens, levels, signs, *bits, scale, out, threads, force)
+    except (TypeError, ValueError) as error:
+        what = f"queries {list(queries.shape)}, records {list(records.shape)}, {tokens} tokens"
+        raise BackendError(f"kv_attend: {what}: {error}") from error
+    return out

@@ -6,4 +6,5 @@ NB_MODULE(_native, m) {
   bind_encode(m);
   bind_decode(m);
   bind_affine(m);
+  bind_kv(m);
 }

@@ -9,9 +9,12 @@ import pytest
 
 from tqtool.errors import BackendError
 from tqtool.kernels import sources
+from tqtool.kernels.kv_kernels import ATTEND_SOURCE, MERGE_SOURCE
+from tqtool.kernels.kv_kernels import ENCODE_SOURCE as KV_ENCODE_SOURCE
 from tqtool.kernels.metal_kernels import ENCODE_SOURCE, KERNELS, SUM_PARTS_SOURCE
 from tqtool.kernels.sources import kernel_text, split
 
+KV_FILES = [ATTEND_SOURCE, MERGE_SOURCE, KV_ENCODE_SOURCE]
 FILES = [*(kernel.source for kernel in KERNELS), SUM_PARTS_SOURCE, ENCODE_SOURCE]
 
 
@@ -21,6 +24,13 @@ def test_includes_are_resolved_and_the_rule_is_there_once(source):
     assert '#include "' not in text.header + text.body
     assert text.header.count("TQ_FN uint32_t tq_state(") == (source != SUM_PARTS_SOURCE)
     assert "] = static_cast<" in text.body
+
+
+@pytest.mark.parametrize("source", KV_FILES)
+def test_the_rule_of_packed_kv_is_there_once(source):
+    text = kernel_text(source)
+    assert '#include "' not in text.header + text.body
+    assert text.header.count("TQ_FN TqEight tq_kv_eight(") == 1
 
 
 def test_the_rule_is_written_down_nowhere_else():
@@ -33,7 +43,7 @@ def test_the_rule_is_written_down_nowhere_else():
 
 def test_every_metal_file_belongs_to_a_kernel():
     root = sources.source_root()
-    assert {f"metal/{path.name}" for path in (root / "metal").glob("*.metal")} == set(FILES)
+    assert {f"metal/{path.name}" for path in (root / "metal").glob("*.metal")} == {*FILES, *KV_FILES}
 
 
 def test_pointers_and_references_name_their_memory():

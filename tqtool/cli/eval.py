@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from tqtool.cli.generate import KV_QUANT, KV_START
 from tqtool.cli.render import emit_json, emit_line, emit_table, progress
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ def kl(
         help="Flips to list, largest teacher margin first; -1 for all.",
     ),
     compute: Compute = COMPUTE,
+    kv_quant: str | None = KV_QUANT,
+    kv_start: int = KV_START,
     as_json: bool = AS_JSON,
 ) -> None:
     """Mean KL to the teacher with standard errors, top-1 agreement, perplexity, flips with their margins."""
@@ -63,14 +66,18 @@ def kl(
     from tqtool.evals.flattered import flattered
     from tqtool.evals.kl import check_text, score_kl
     from tqtool.formats.teacher import open_dump
+    from tqtool.kv.scheme import parse_options
 
+    kv = parse_options(kv_quant, kv_start)
     dump = open_dump(teacher)
     if text is not None:
         check_text(dump, text)
     loaded = load_for_scoring(model, compute)
     listed = flips if flips is not None else 20 if as_json else 0
     with progress("kl", windows or dump.info.windows) as advance:
-        report = score_kl(loaded, dump, lambda done: advance(done, "windows"), windows=windows, keep_flips=listed)
+        report = score_kl(
+            loaded, dump, lambda done: advance(done, "windows"), windows=windows, keep_flips=listed, kv=kv
+        )
     for line in flattered(loaded.report.path, dump, loaded.tokenizer):
         note(f"warning: {line}")
         report = replace(report, warnings=(*report.warnings, line))
@@ -87,6 +94,7 @@ def kl(
             f"{report.mass_outside_top:.2e} of the teacher, {report.model_mass_outside_top:.2e} here",
         ),
         ("scored", f"{report.tokens} tokens, {report.windows} windows, {report.tokens_per_s:.0f} tokens/s"),
+        *([("KV cache", report.kv)] if report.kv else []),
     ]
     emit_table(("model", report.model), rows)
     if listed:
@@ -113,6 +121,8 @@ def ppl(
     windows: int = typer.Option(32, "--windows", "-n", help="Windows, from the start of the text."),
     context: int = typer.Option(512, "--context", "-c", help="Tokens of a window."),
     compute: Compute = COMPUTE,
+    kv_quant: str | None = KV_QUANT,
+    kv_start: int = KV_START,
     as_json: bool = AS_JSON,
 ) -> None:
     """Perplexity on the first windows of a text, with standard errors."""
@@ -120,11 +130,15 @@ def ppl(
 
     from tqtool.evals.ppl import score_ppl
     from tqtool.evals.text import check_source
+    from tqtool.kv.scheme import parse_options
 
+    kv = parse_options(kv_quant, kv_start)
     check_source(text, windows=windows, context=context)
     loaded = load_for_scoring(model, compute)
     with progress("ppl", windows) as advance:
-        report = score_ppl(loaded, text, windows=windows, context=context, tick=lambda done: advance(done, "windows"))
+        report = score_ppl(
+            loaded, text, windows=windows, context=context, tick=lambda done: advance(done, "windows"), kv=kv
+        )
     if as_json:
         emit_json(asdict(report))
         return
@@ -133,6 +147,7 @@ def ppl(
         ("perplexity", f"{report.ppl:.4f}{error}"),
         ("NLL", f"{_with_error(report.nll, 5)} nats per token"),
         ("scored", f"{report.tokens} tokens, {report.windows} windows, {report.tokens_per_s:.0f} tokens/s"),
+        *([("KV cache", report.kv)] if report.kv else []),
     ]
     emit_table(("model", report.model), rows)
 

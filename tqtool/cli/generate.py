@@ -27,6 +27,12 @@ class Activations(StrEnum):
     INT8 = "int8"
 
 
+KV_QUANT = typer.Option(
+    None, "--kv-quant", metavar="SCHEME", help="KV cache: turbo[:k<bits>v<bits>], affine8, affine4 [full]."
+)
+KV_START = typer.Option(0, "--kv-start", help="Keep the KV cache full until it has so many tokens, then pack them all.")
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
@@ -46,6 +52,8 @@ def register(app: typer.Typer) -> None:
             "--activations",
             help="int8: inputs of CUDA kernels rounded to 8 bits, faster, less exact.",
         ),
+        kv_quant: str | None = KV_QUANT,
+        kv_start: int = KV_START,
         as_json: bool = typer.Option(False, "--json", help="Print text and statistics as JSON at the end."),
         verbose: bool = typer.Option(False, "--verbose", help="Say on stderr what was loaded."),
         explain: bool = typer.Option(False, "--explain", help="Say on stderr how each trellis layer is computed."),
@@ -54,7 +62,8 @@ def register(app: typer.Typer) -> None:
         import sys
         from dataclasses import asdict
 
-        from tqtool.runtime.generate import GenerateRequest
+        from tqtool.kv.scheme import parse_options
+        from tqtool.runtime.generate import GenerateRequest, kv_bytes_per_token
         from tqtool.runtime.generate import generate as stream
         from tqtool.runtime.load import load
 
@@ -66,12 +75,14 @@ def register(app: typer.Typer) -> None:
             temperature=temp,
             top_p=top_p,
             seed=seed,
+            kv=parse_options(kv_quant, kv_start),
         )
         loaded = load(model, compute=compute.value, activations=activations.value)
         if verbose:
             report = loaded.report
             note(f"{report.path}: {report.n_trellis} trellis layers, {report.compute}, {report.dtype}")
             note(f"BLAS {report.blas.status}: {report.blas.library}")
+            note(f"KV cache: {kv_bytes_per_token(loaded, request.kv)} bytes a token, {request.kv.name or 'full'}")
         if explain:
             note_paths(loaded)
         text = ""

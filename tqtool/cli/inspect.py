@@ -51,7 +51,12 @@ def show_facts(report: Inspection) -> None:
     sizes = report.sizes
     parameters = "unknown (foreign packing)" if report.parameters is None else f"{report.parameters:,}"
     types = ", ".join(f"{row.tensors} {row.dtype} ({readable_bytes(row.size_bytes)})" for row in report.types)
-    cache = "" if sizes.kv_cache_bytes_per_token is None else readable_bytes(1024 * sizes.kv_cache_bytes_per_token)
+    caches = [
+        f"{'bf16' if row.scheme == 'full' else row.scheme} {readable_bytes(1024 * row.bytes_per_token)}"
+        for row in sizes.kv
+        if row.bytes_per_token is not None
+    ]
+    refused = next((row for row in sizes.kv if row.refusal is not None and row.scheme.startswith("turbo")), None)
     shape = {
         "layers": sizes.layers,
         "hidden": sizes.hidden,
@@ -71,7 +76,8 @@ def show_facts(report: Inspection) -> None:
         ("head", report.head),
         ("tokenizer", report.tokenizer),
         ("values", report.values or "not read (--values does)"),
-        *([("kv cache", f"{cache} per 1024 tokens in bf16")] if cache else []),
+        *([("kv cache", f"per 1024 tokens: {', '.join(caches)}")] if caches else []),
+        *([("", f"no turbo: {refused.refusal}")] if refused else []),
         *(("warning", warning) for warning in report.warnings),
     ]
     emit_table(("", ""), rows, title=report.path)

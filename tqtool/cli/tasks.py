@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tqtool.cli.eval import AS_JSON, COMPUTE, MODEL, Compute, load_for_scoring
+from tqtool.cli.generate import KV_QUANT, KV_START
 from tqtool.cli.render import emit_json, emit_line, emit_table, note, progress
 
 if TYPE_CHECKING:
     from tqtool.evals.prompts import Format
     from tqtool.evals.task_result import Comparison
     from tqtool.evals.tasks import TaskReport
+    from tqtool.kv.scheme import KVOptions
 
 
 MAX_TOKENS = 256
@@ -46,6 +48,8 @@ def tasks(
     against: Path | None = typer.Option(None, "--against", help="Pair with this result of another model."),
     force: bool = typer.Option(False, "--force", "--overwrite", help="Replace OUT."),
     compute: Compute = COMPUTE,
+    kv_quant: str | None = KV_QUANT,
+    kv_start: int = KV_START,
     as_json: bool = AS_JSON,
 ) -> None:
     """Multiple choice by log-likelihood and greedy answers by exact match, with the chat template and raw."""
@@ -63,11 +67,13 @@ def tasks(
         write_result,
     )
     from tqtool.evals.tasks import FORMATS, plan_settings, run_tasks
+    from tqtool.kv.scheme import parse_options
 
+    kv = parse_options(kv_quant, kv_start)
     chosen = FORMATS if format_ is FormatChoice.BOTH else tuple(name for name in FORMATS if name == format_.value)
     _require_one_kind(items, harness, include, against, max_tokens)
     if harness is not None:
-        _harness(model, harness, chosen, limit, include, _Target(out=out, force=force), compute, as_json=as_json)
+        _harness(model, harness, chosen, limit, include, _Target(out=out, force=force), compute, kv, as_json=as_json)
         return
     assert items is not None, "one of the two is given"
     if out is not None:
@@ -79,7 +85,7 @@ def tasks(
         check_pairable(other, items_sha256=file.sha256, settings=settings_json(settings), name="this run")
     loaded = load_for_scoring(model, compute)
     with progress("tasks", settings.items * len(chosen)) as advance:
-        report = run_tasks(loaded, file, settings, lambda done: advance(done, "items"))
+        report = run_tasks(loaded, file, settings, lambda done: advance(done, "items"), kv)
     for name in () if out is None else write_result(report, out):
         note(f"removed {name}, left by a run that was killed")
     comparison = None if other is None else compare(from_report(report, str(out or model)), other)
@@ -124,6 +130,7 @@ def _harness(
     include: Path | None,
     target: _Target,
     compute: Compute,
+    kv: KVOptions,
     *,
     as_json: bool,
 ) -> None:
@@ -150,7 +157,7 @@ def _harness(
         if (count := next(done)) % 100 == 0:
             note(f"lm-eval: {count} requests")
 
-    report = run_harness(loaded, tasks, formats, tick, limit=limit, include=include)
+    report = run_harness(loaded, tasks, formats, tick, limit=limit, include=include, kv=kv)
     body = {"format": "tqtool-lm-eval", "format_version": 1, **asdict(report)}
     if target.out is not None:
         with whole_file(target.out) as (file, _):
@@ -194,7 +201,8 @@ def mcnemar(
 
 
 def _emit_report(report: TaskReport) -> None:
-    emit_line(f"{report.model}: {report.settings.items} items of {report.items} in {report.elapsed_s:.0f} s")
+    cache = f", KV cache {report.kv}" if report.kv else ""
+    emit_line(f"{report.model}: {report.settings.items} items of {report.items} in {report.elapsed_s:.0f} s{cache}")
     rows = []
     for summary in report.summaries:
         for share in summary.shares:

@@ -82,7 +82,7 @@ class ChoiceScorer:
         rows = [(prompt.prefix[-1], *tokens[:-1]) for tokens in prompt.continuations]
         distinct = list(dict.fromkeys(rows))
         result = np.empty(len(rows))
-        for batch in batches(distinct, LOGITS // self.width):
+        for batch in batches(distinct, LOGITS // self.width if self._cache.takes_batches else 1):
             for row, logits in zip(batch, self._logits(prompt, batch), strict=True):
                 normalizer = log_sum_exp(logits)
                 for index, tokens in enumerate(prompt.continuations):

@@ -23,6 +23,7 @@ from tqtool.evals.estimate import Estimate, estimate, perplexity
 from tqtool.evals.logits import gather, vocabulary_size, vocabulary_sums, window_logits
 from tqtool.evals.text import tokenizer_hash
 from tqtool.formats.teacher import TeacherDump, TeacherWindow
+from tqtool.kv.scheme import FULL_CACHE, KVOptions
 from tqtool.runtime.load import LoadedModel
 
 LOG_TINY = -745.0
@@ -58,6 +59,7 @@ class KlReport:
         flips: The flips with the largest teacher margin; ``flip_count`` counts all of them.
         flip_margin_median: Median teacher margin of all flips, in logits.
         warnings: What makes the numbers doubtful; logged too.
+        kv: The quantized KV cache, None for the full one.
     """
 
     model: str
@@ -91,6 +93,7 @@ class KlReport:
     elapsed_s: float
     tokens_per_s: float
     warnings: tuple[str, ...]
+    kv: str | None = None
 
     @property
     def kl_quantiles(self) -> tuple[float, float, float, float]:
@@ -111,12 +114,19 @@ class WindowScore:
 
 
 def score_kl(
-    model: LoadedModel, dump: TeacherDump, tick: Tick, *, windows: int | None = None, keep_flips: int = 20
+    model: LoadedModel,
+    dump: TeacherDump,
+    tick: Tick,
+    *,
+    windows: int | None = None,
+    keep_flips: int = 20,
+    kv: KVOptions = FULL_CACHE,
 ) -> KlReport:
-    """Score ``model`` on the first ``windows`` windows of ``dump`` (all by default).
+    """Score ``model``, with the KV cache ``kv``, on the first ``windows`` windows of ``dump`` (all by default).
 
     Raises:
-        UserError: another tokenizer or vocabulary than the teacher's; more windows than there are.
+        UserError: another tokenizer or vocabulary than the teacher's; more windows than there are; a KV cache that the
+            model cannot have.
         NumericalError: logits or a KL that are not finite; a KL below zero by more than rounding.
         ArtifactError: the dump changed since it was opened.
     """
@@ -128,11 +138,11 @@ def score_kl(
     warnings = context_warnings(model.config, dump.info.context)
     started = time.monotonic()
     scores = []
-    stream = window_logits(model.model, (dump.tokens(index) for index in range(count)))
+    stream = window_logits(model.model, (dump.tokens(index) for index in range(count)), kv)
     for index, logits in enumerate(stream):
         scores.append(score_window(index, dump.window(index), logits))
         tick(1)
-    return _report(model, dump, scores, time.monotonic() - started, keep_flips, warnings)
+    return _report(model, dump, scores, time.monotonic() - started, keep_flips, warnings, kv)
 
 
 def check_width(model: LoadedModel, dump: TeacherDump) -> None:
@@ -237,6 +247,7 @@ def _report(
     elapsed_s: float,
     keep_flips: int,
     warnings: tuple[str, ...],
+    kv: KVOptions,
 ) -> KlReport:
     kl = np.stack([score.kl for score in scores])
     nll = np.stack([score.nll for score in scores])
@@ -277,4 +288,5 @@ def _report(
         elapsed_s=elapsed_s,
         tokens_per_s=kl.size / elapsed_s,
         warnings=warnings,
+        kv=kv.name,
     )

@@ -31,6 +31,7 @@ from tqtool.evals.logits import gather, log_sum_exp, vocabulary_size
 from tqtool.evals.prefix import PrefixCache
 from tqtool.evals.prompts import Format
 from tqtool.evals.text import encode, opening_token
+from tqtool.kv.scheme import FULL_CACHE, KVOptions
 from tqtool.runtime.load import LoadedModel
 
 DEFAULT_LIMIT = 2048
@@ -61,14 +62,15 @@ class HarnessReport:
     compute: str
     dtype: str | None
     versions: dict[str, str]
+    kv: str | None = None
 
 
 class TextScorer:
     """Log-likelihoods and greedy answers of texts under one model."""
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, kv: KVOptions = FULL_CACHE) -> None:
         self._model, self._tokenizer = model, model.tokenizer
-        self._cache = PrefixCache(model.model)
+        self._cache = PrefixCache(model.model, kv)
         self._limit = context_limit(model.config) or DEFAULT_LIMIT
         self._width = vocabulary_size(model.model)
         self._opening = opening_token(model.tokenizer)
@@ -167,6 +169,7 @@ def run_harness(
     *,
     limit: int | None = None,
     include: Path | None = None,
+    kv: KVOptions = FULL_CACHE,
 ) -> HarnessReport:
     """Run the harness's ``tasks``; ``tick(1)`` after each request.
 
@@ -177,6 +180,7 @@ def run_harness(
         tick: Progress.
         limit: Items of a task at most.
         include: Folder with task files of one's own.
+        kv: The KV cache.
 
     Raises:
         BackendError: the harness fails: an unknown task, a data set out of reach.
@@ -184,7 +188,7 @@ def run_harness(
     """
     if "templated" in formats and not model.tokenizer.has_chat_template:
         raise UserError(f"{model.report.path}: the tokenizer has no chat template", hint="use --format raw")
-    scorer = TextScorer(model)
+    scorer = TextScorer(model, kv)
     harness_model = _harness_model(scorer, model, tick)
     results: dict[str, dict[str, dict[str, Any]]] = {}
     found: dict[str, Any] = {}
@@ -202,6 +206,7 @@ def run_harness(
         compute=model.report.compute,
         dtype=model.report.dtype,
         versions={name: importlib.metadata.version(name) for name in ("tqtool", "mlx", "mlx-lm", "lm-eval")},
+        kv=kv.name,
     )
 
 

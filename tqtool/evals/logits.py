@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tqtool.errors import NumericalError, UserError
+from tqtool.kv.scheme import FULL_CACHE, KVOptions
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -30,8 +31,13 @@ class Sums:
     tail: NDArray[np.float64]
 
 
-def window_logits(model: nn.Module, windows: Iterable[NDArray[np.uint32]]) -> Iterator[NDArray[np.float32]]:
+def window_logits(
+    model: nn.Module, windows: Iterable[NDArray[np.uint32]], kv: KVOptions = FULL_CACHE
+) -> Iterator[NDArray[np.float32]]:
     """Yield float32 [C - 1, vocabulary] for each window of C tokens; memory for two windows.
+
+    With a quantized KV cache each token sees what it would in decoding, its own packed key and value included: a
+    token's bytes do not depend on others.
 
     The next window is already computing while the caller works on the one that was yielded.
 
@@ -47,7 +53,14 @@ def window_logits(model: nn.Module, windows: Iterable[NDArray[np.uint32]]) -> It
         if tokens.max() >= width:  # MLX would read outside the embedding
             message = f"token {tokens.max()}, the model has {width}"
             raise UserError(message, hint="the tokenizer is of another model; copy the right one there")
-        return model(mx.array(tokens[None, :-1]))
+        read = mx.array(tokens[None, :-1])
+        if kv.scheme is None:
+            return model(read)
+        from tqtool.kv.cache import make_caches
+
+        caches = make_caches(model, kv.scheme, start=kv.start)
+        pieces = [piece for piece in (read[:, : kv.start], read[:, kv.start :]) if piece.size]
+        return mx.concatenate([model(piece, cache=caches) for piece in pieces], axis=1)
 
     yield from computed(logits_of(tokens) for tokens in windows)
 

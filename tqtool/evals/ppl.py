@@ -13,6 +13,7 @@ from tqtool.evals.context import context_warnings
 from tqtool.evals.estimate import Estimate, estimate, perplexity
 from tqtool.evals.logits import gather, log_sum_exp, window_logits
 from tqtool.evals.text import read_windows
+from tqtool.kv.scheme import FULL_CACHE, KVOptions
 from tqtool.runtime.load import LoadedModel
 
 Tick = Callable[[int], None]
@@ -36,10 +37,13 @@ class PplReport:
     elapsed_s: float
     tokens_per_s: float
     warnings: tuple[str, ...]
+    kv: str | None = None
 
 
-def score_ppl(model: LoadedModel, text: Path, *, windows: int, context: int, tick: Tick) -> PplReport:
-    """Score ``windows`` windows of ``context`` tokens from the start of ``text``.
+def score_ppl(
+    model: LoadedModel, text: Path, *, windows: int, context: int, tick: Tick, kv: KVOptions = FULL_CACHE
+) -> PplReport:
+    """Score ``windows`` windows of ``context`` tokens from the start of ``text``, with the KV cache ``kv``.
 
     ``ppl_se`` is ppl times the larger standard error of nll.
 
@@ -51,7 +55,7 @@ def score_ppl(model: LoadedModel, text: Path, *, windows: int, context: int, tic
     warnings = context_warnings(model.config, context)
     started = time.monotonic()
     losses = []
-    for tokens, logits in zip(source.tokens, window_logits(model.model, source.tokens), strict=True):
+    for tokens, logits in zip(source.tokens, window_logits(model.model, source.tokens, kv), strict=True):
         losses.append(log_sum_exp(logits) - gather(logits, tokens[1:]))
         tick(1)
     elapsed_s = time.monotonic() - started
@@ -72,4 +76,5 @@ def score_ppl(model: LoadedModel, text: Path, *, windows: int, context: int, tic
         elapsed_s=elapsed_s,
         tokens_per_s=windows * (context - 1) / elapsed_s,
         warnings=warnings,
+        kv=kv.name,
     )

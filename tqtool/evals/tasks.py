@@ -19,6 +19,7 @@ from tqtool.evals.prefix import PrefixCache
 from tqtool.evals.prompts import AnyPrompt, ChoicePrompt, Format, Prompter
 from tqtool.evals.proportions import wilson
 from tqtool.evals.text import tokenizer_hash
+from tqtool.kv.scheme import FULL_CACHE, KVOptions
 from tqtool.runtime.load import LoadedModel
 
 Tick = Callable[[int], None]
@@ -79,6 +80,7 @@ class TaskReport:
     tokens_computed: int
     elapsed_s: float
     warnings: tuple[str, ...]
+    kv: str | None = None
 
 
 def plan_settings(items: ItemFile, formats: Sequence[Format], max_tokens: int) -> TaskSettings:
@@ -89,8 +91,12 @@ def plan_settings(items: ItemFile, formats: Sequence[Format], max_tokens: int) -
     return TaskSettings(formats=tuple(formats), items=len(items.items), max_tokens=max_tokens if generates else None)
 
 
-def run_tasks(model: LoadedModel, items: ItemFile, settings: TaskSettings, tick: Tick) -> TaskReport:
-    """Score every item in every format; ``tick(1)`` after each. All items are encoded before the first is scored.
+def run_tasks(
+    model: LoadedModel, items: ItemFile, settings: TaskSettings, tick: Tick, kv: KVOptions = FULL_CACHE
+) -> TaskReport:
+    """Score every item in every format, with the KV cache ``kv``; ``tick(1)`` after each.
+
+    All items are encoded before the first is scored.
 
     Raises:
         UserError: an item that has no such format, or nothing to score; a tokenizer of another model.
@@ -101,7 +107,7 @@ def run_tasks(model: LoadedModel, items: ItemFile, settings: TaskSettings, tick:
     longest = max(_positions(prompt, settings) for prompt in prompts)
     warnings = context_warnings(model.config, longest)
     started = time.monotonic()
-    cache = PrefixCache(model.model)
+    cache = PrefixCache(model.model, kv)
     scorer = ChoiceScorer(model.model, cache)
     check_tokens(prompts, scorer.width)
     outcomes: list[Outcome] = []
@@ -129,6 +135,7 @@ def run_tasks(model: LoadedModel, items: ItemFile, settings: TaskSettings, tick:
         tokens_computed=cache.computed,
         elapsed_s=time.monotonic() - started,
         warnings=warnings,
+        kv=kv.name,
     )
 
 

@@ -75,6 +75,8 @@ def _encode_keys(keys: mx.array, bits: int, rule: Rule) -> tuple[mx.array, mx.ar
     else:
         stored, divisor = scale.astype(mx.float16), scale + _number(EPSILON)
     zero = mx.round((high + low) / (_number(2) * divisor)) if bits == 8 else mx.round(low / divisor)
+    if rule == "exact":
+        zero = zero + _number(0)
     codes = mx.clip(mx.round(x / divisor[..., None] - zero[..., None]), least, most)
     if rule != "exact":
         codes = mx.where(mx.isnan(codes), _number(0), codes)
@@ -96,7 +98,7 @@ def _encode_rotated(rotated: mx.array, bits: int, rule: Rule) -> tuple[mx.array,
 
 def _cells(normal: mx.array, bits: int, rule: Rule) -> mx.array:
     """The number of boundaries below each element, by halving: as many steps as bits."""
-    edges = _edge_array(bits, rule)
+    edges = edge_array(bits, rule)
     cell = mx.zeros(normal.shape, mx.uint32)
     for bit in reversed(range(bits)):
         upper = cell + (1 << bit)
@@ -105,7 +107,8 @@ def _cells(normal: mx.array, bits: int, rule: Rule) -> mx.array:
 
 
 @lru_cache(maxsize=16)
-def _edge_array(bits: int, rule: Rule) -> mx.array:
+def edge_array(bits: int, rule: Rule) -> mx.array:
+    """Boundaries between levels of values, float32 ``[2^bits - 1]``."""
     return mx.array(lloyd_max.boundaries(bits, rule))
 
 

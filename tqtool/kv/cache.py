@@ -19,9 +19,8 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from tqtool.errors import UserError
 from tqtool.kv import array_codec
-from tqtool.kv.attend import attend
+from tqtool.kv.attend import attend, decode_rotated, encode
 from tqtool.kv.attention import PackedWindow
-from tqtool.kv.record import layout_of
 from tqtool.kv.scheme import KVOptions, KVScheme, affine_group, full_bytes_per_token, parse_scheme
 from tqtool.kv.trace import ModelFacts, facts_of, try_caches
 
@@ -106,9 +105,7 @@ class TurboKVCache(_StartingCache):
             shape = (1, keys.shape[1], self._tokens, self.head_dim)
             window = PackedWindow(self, shape, keys.dtype)
             return window, window
-        decoded, rotated = array_codec.decode_rotated(
-            self._records()[:, :, : self._tokens], layout_of(self.scheme, self.head_dim), self.scheme.rule
-        )
+        decoded, rotated = decode_rotated(self._records(), self._tokens, self.head_dim, self.scheme, mx.float32)
         return decoded.astype(keys.dtype), array_codec.unrotate(rotated).astype(values.dtype)
 
     def attend(
@@ -168,7 +165,7 @@ class TurboKVCache(_StartingCache):
             raise UserError(f"KV scheme {self.scheme.name}: {reason}", hint="leave --kv-quant out, or try affine8")
 
     def _append(self, keys: mx.array, values: mx.array) -> None:
-        new = array_codec.encode(keys, values, self.scheme)
+        new = encode(keys, values, self.scheme)
         first, count = self._tokens, new.shape[2]
         self.head_dim = keys.shape[-1]
         if self.records is None or first + count > self.records.shape[2]:
@@ -267,7 +264,8 @@ def make_caches(model: nn.Module, scheme: KVScheme | None, *, start: int = 0) ->
     facts = facts_of(model)
     if scheme.name not in facts.checked:
         _check_model(facts, scheme)
-        try_caches(model, _build(model, facts, scheme, 0), f"KV scheme {scheme.name}")
+        if scheme.kind == "affine":  # mlx-lm's own attention over them has conditions of its own
+            try_caches(model, _build(model, facts, scheme, 0), f"KV scheme {scheme.name}")
         facts.checked.add(scheme.name)
     return _build(model, facts, scheme, start)
 

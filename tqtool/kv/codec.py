@@ -73,6 +73,8 @@ def encode_keys(
         stored, divisor = scale.astype(np.float16), scale + EPSILON
     middle = high + low
     zero = np.rint(middle / (np.float32(2) * divisor)) if bits == 8 else np.rint(low / divisor)
+    if rule == "exact":
+        zero = zero + np.float32(0)  # no negative zero: which zero a minimum is depends on who looks for it
     codes = np.clip(np.rint(x / divisor[..., None] - zero[..., None]), least, most)
     # A group of infinite zero has codes that are not numbers; as bytes they are 0.
     bytes_ = np.nan_to_num(codes, nan=0.0).astype(np.int8 if bits == 8 else np.uint8).view(np.uint8)

@@ -18,6 +18,7 @@ from typing import Any, Final
 from tqtool.errors import NumericalError, TqError
 from tqtool.formats.manifest import MANIFEST_NAME
 from tqtool.formats.trellis import specs_from_config
+from tqtool.pipeline.kv_outlook import KVRow, kv_rows
 from tqtool.pipeline.outlook import (
     Outlook,
     PaddingRow,
@@ -66,7 +67,7 @@ class TypeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The model's dimensions as its config states them; None where it does not."""
+    """The model's dimensions as its config states them, None where it does not; ``kv``: bytes of its KV caches."""
 
     layers: int | None
     hidden: int | None
@@ -77,6 +78,7 @@ class Sizes:
     vocabulary: int | None
     context: int | None
     kv_cache_bytes_per_token: int | None
+    kv: tuple[KVRow, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,7 +333,10 @@ def _sizes(config: Mapping[str, Any]) -> Sizes:
     head_dim = integer("head_dim") or (hidden // heads if hidden and heads else None)
     interval = integer("full_attention_interval")  # the other layers keep a state whose size does not grow
     caching = layers // interval if layers and interval else layers
-    cache = 2 * caching * kv_heads * head_dim * 2 if caching and kv_heads and head_dim else None
+    kinds = part.get("layer_types")
+    if isinstance(kinds, list) and "full_attention" in kinds:  # windows and states do not grow
+        caching = kinds.count("full_attention")
+    rows = kv_rows(head_dim, kv_heads, caching)
     return Sizes(
         layers=layers,
         hidden=hidden,
@@ -341,7 +346,8 @@ def _sizes(config: Mapping[str, Any]) -> Sizes:
         head_dim=head_dim,
         vocabulary=integer("vocab_size"),
         context=integer("max_position_embeddings"),
-        kv_cache_bytes_per_token=cache,
+        kv_cache_bytes_per_token=rows[0].bytes_per_token if rows else None,
+        kv=rows,
     )
 
 

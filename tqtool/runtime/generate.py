@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tqtool.errors import UserError
+from tqtool.kv.scheme import FULL_CACHE, KVOptions
 from tqtool.runtime.load import LoadedModel
 
 
@@ -21,6 +22,7 @@ class GenerateRequest:
         temperature: 0 is greedy.
         top_p: Nucleus; 0 or 1 is off.
         seed: Of the sampler.
+        kv: The KV cache.
     """
 
     prompt: str
@@ -30,6 +32,7 @@ class GenerateRequest:
     temperature: float = 0.0
     top_p: float = 0.0
     seed: int = 0
+    kv: KVOptions = FULL_CACHE
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -60,16 +63,27 @@ def generate(loaded: LoadedModel, request: GenerateRequest) -> Iterator[Piece]:
     """Stream the answer of ``loaded``.
 
     Raises:
-        UserError: the model has no chat template and ``request.raw`` is False; the prompt is empty.
+        UserError: the model has no chat template and ``request.raw`` is False; the prompt is empty; the model cannot
+            have such a KV cache.
     """
     import mlx.core as mx
     from mlx_lm.generate import stream_generate
     from mlx_lm.sample_utils import make_sampler
 
+    from tqtool.kv.cache import make_caches
+
     prompt = encode_prompt(loaded, request)
     mx.random.seed(request.seed)
     sampler = make_sampler(temp=request.temperature, top_p=request.top_p)
-    stream = stream_generate(loaded.model, loaded.tokenizer, prompt, max_tokens=request.max_tokens, sampler=sampler)
+    caches = make_caches(loaded.model, request.kv.scheme, start=request.kv.start)
+    stream = stream_generate(
+        loaded.model,
+        loaded.tokenizer,
+        prompt,
+        max_tokens=request.max_tokens,
+        sampler=sampler,
+        prompt_cache=caches,
+    )
     for response in stream:
         yield Piece(
             text=response.text,
@@ -80,6 +94,13 @@ def generate(loaded: LoadedModel, request: GenerateRequest) -> Iterator[Piece]:
             peak_memory_gb=response.peak_memory,
             finish_reason=response.finish_reason,
         )
+
+
+def kv_bytes_per_token(loaded: LoadedModel, kv: KVOptions) -> int:
+    """Bytes that one more token takes in the KV caches of ``loaded``; UserError if it cannot have such."""
+    from tqtool.kv.cache import cache_bytes_per_token
+
+    return cache_bytes_per_token(loaded.model, kv.scheme)
 
 
 def encode_prompt(loaded: LoadedModel, request: GenerateRequest) -> list[int]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from tests.support.nvrtc import TYPES
 from tqtool.kernels.backend import Call, Ready
-from tqtool.kernels.cuda import text_of
+from tqtool.kernels.cuda import included_texts
 from tqtool.kernels.problem import DTYPE_BYTES
 
 HERE = Path(__file__).parent
@@ -44,9 +44,9 @@ class Lanes:
         sizes = [a.nbytes for a in numpy] + [DTYPE_BYTES[o.dtype] * prod(o.shape) for o in launch.outputs]
         program = self._build(self._text(call, names, types))
         request = b"".join(a.tobytes() for a in numpy)
-        groups = launch.grid[0] // launch.threadgroup[0]
+        groups = launch.grid[0] // launch.threadgroup[0], launch.grid[1]
         done = subprocess.run(
-            [program, *map(str, (groups, launch.threadgroup[0], int(self.backwards), *sizes))],
+            [program, *map(str, (*groups, launch.threadgroup[0], int(self.backwards), *sizes))],
             input=request,
             capture_output=True,
             check=True,
@@ -63,26 +63,26 @@ class Lanes:
         return results
 
     def _text(self, call: Call, names: Sequence[str], types: Sequence[str]) -> str:
-        text = text_of(call.source)
-        header = re.sub(r"^#(undef|define) __global__.*$", "", text.header, flags=re.MULTILINE)
+        header, body = included_texts(call.source, call.launch.template)
+        header = re.sub(r"^#(undef|define) __global__.*$", "", header, flags=re.MULTILINE)
         assert header.count(DYNAMIC) <= 1
         header = header.replace(DYNAMIC, "unsigned char *tq_shared = lanes::shared;")
-        constants = "".join(f"constexpr int {name} = {value};\n" for name, value in call.launch.template)
         globals_ = "".join(f"static {kind} *{name};\n" for name, kind in zip(names, types, strict=True))
         inputs = len(call.inputs)
         take = "".join(
-            f"{name} = ({kind} *)lanes::{'read' if i < inputs else 'filled'}(atoll(arguments[{4 + i}]));\n"
+            f"{name} = ({kind} *)lanes::{'read' if i < inputs else 'filled'}(atoll(arguments[{5 + i}]));\n"
             for i, (name, kind) in enumerate(zip(names, types, strict=True))
         )
         give = "".join(
-            f"fwrite({name}, 1, atoll(arguments[{4 + inputs + i}]), stdout);\n"
+            f"fwrite({name}, 1, atoll(arguments[{5 + inputs + i}]), stdout);\n"
             for i, (name, output) in enumerate(zip(call.outputs, call.launch.outputs, strict=True))
             if not output.scratch
         )
         return self.edit(
-            f'#include "lanes.h"\n{header}\n{globals_}void kernel() {{\n{constants}{text.body}\n}}\n'
+            f'#include "lanes.h"\n{header}\n{globals_}void kernel() {{\n{body}\n}}\n'
             f"int main(int, char **arguments) {{\n{take}"
-            f"lanes::launch(atoi(arguments[1]), atoi(arguments[2]), atoi(arguments[3]));\n{give}}}\n"
+            "const auto number = [&](int i) { return atoi(arguments[i]); };\n"
+            f"lanes::launch(number(1), number(2), number(3), number(4));\n{give}}}\n"
         )
 
     def _build(self, source: str) -> Path:

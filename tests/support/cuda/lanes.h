@@ -2,6 +2,7 @@
 // comes last lets all go on. Threads take their turns first to last or last to first: a barrier that is missing shows in one of the two orders if what it keeps apart
 // changes a result. The rest is compute-sanitizer's business, on a card.
 #pragma once
+#include <math.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -25,7 +26,19 @@ struct uint4 {
 struct float4 {
   float x, y, z, w;
 };
-struct __half {};
+struct uint3 {
+  uint32_t x, y, z;
+};
+struct __half {
+  _Float16 value;
+  __half() = default;
+  explicit __half(float from) : value((_Float16)from) {}
+  operator float() const { return (float)value; }
+};
+typedef __half half;
+struct half2 {
+  __half x, y;
+};
 struct __nv_bfloat16 {};
 static inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 static inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
@@ -35,7 +48,8 @@ static inline float __bfloat162float(__nv_bfloat16) { abort(); }
 static inline __half __float2half_rn(float) { abort(); }
 static inline __nv_bfloat16 __float2bfloat16_rn(float) { abort(); }
 static inline float __uint_as_float(uint32_t) { abort(); }
-static inline float fmaxf(float, float) { abort(); }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+using std::max;
 using std::min;
 template <class T> static inline T __ldg(const T *from) { return *from; }
 template <class T> static inline T __ldcg(const T *from) { return *from; }
@@ -75,7 +89,7 @@ static struct {
 } threadIdx;
 static struct {
   uint32_t x, y, z;
-} blockIdx, gridDim;
+} blockIdx, gridDim, blockDim;
 static inline void __syncthreads() { lanes::meet(lanes::arrived, lanes::generation, lanes::count); }
 template <class T> static inline T __shfl_xor_sync(uint32_t, T value, int mask) {
   lanes::Warp &warp = lanes::warps[lanes::running / 32];
@@ -99,11 +113,11 @@ static void enter(int thread) {
   ended[thread] = 1;
   for (;;) wait();
 }
-static void launch(int blocks, int threads, bool backwards) {
+static void launch(int columns, int lines, int threads, bool backwards) {
   std::vector<std::vector<char>> stacks(threads, std::vector<char>(1 << 17));
-  gridDim = {(uint32_t)blocks, 1, 1}, count = threads;
-  for (int block = 0; block < blocks; block++) {
-    blockIdx = {(uint32_t)block, 0, 0};
+  gridDim = {(uint32_t)columns, (uint32_t)lines, 1}, blockDim = {(uint32_t)threads, 1, 1}, count = threads;
+  for (int block = 0; block < columns * lines; block++) {
+    blockIdx = {(uint32_t)(block % columns), (uint32_t)(block / columns), 0};
     memset(shared, 0xA5, sizeof shared);
     contexts.assign(threads, ucontext_t());
     ended.assign(threads, 0);

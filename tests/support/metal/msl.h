@@ -209,11 +209,14 @@ template <class T> inline T min(T a, T b) { return b < a ? b : a; }
 template <class T> inline T max(T a, T b) { return a < b ? b : a; }
 namespace metal {
 inline float fma(float a, float b, float c) { return fmaf(a, b, c); }
+inline float rint(float x) { return rintf(x); }
 using ::as_type;
 using ::max;
 using ::min;
 namespace precise {
 inline float exp(float x) { return expf(x); }
+inline float exp2(float x) { return exp2f(x); }
+inline float sqrt(float x) { return sqrtf(x); }
 }  // namespace precise
 }  // namespace metal
 
