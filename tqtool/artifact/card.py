@@ -111,7 +111,7 @@ def _is_text(value: Any) -> bool:
 def _front_matter(manifest: Manifest, facts: CardFacts) -> str:
     front: dict[str, Any] = {"library_name": "mlx", "pipeline_tag": "text-generation", **facts.stated}
     link = front.get("license_link")
-    if isinstance(link, str) and "://" not in link and link not in manifest.files:
+    if isinstance(link, str) and "://" not in link and link.removeprefix("./") not in manifest.files:
         # A file of the source's repository that is not here: the link would be dead.
         del front["license_link"]
         if facts.base_model is not None:
