@@ -89,6 +89,7 @@ def test_every_artifact_has_one(artifact: Path) -> None:
     assert f"# source, trellis-packed {rate:.2f} bits" in text
     assert f"`{manifest.source.content_sha256}`" in text
     assert "| rotation seed | 42 |" in text
+    assert "fold channels" not in text, "was not asked for"
     for deviation in manifest.transforms[0].deviations:
         assert f"* {manifest.transforms[0].id}: {deviation}" in text
     assert "## Measured" not in text

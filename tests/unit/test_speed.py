@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -210,6 +212,18 @@ def test_what_cannot_be_measured_is_said_before_anything_is_loaded(changes: dict
         SpeedRequest(model="a", **changes)
 
 
+def field_names(value: Any) -> Iterator[str]:
+    """Names of all fields, but those that MLX gives to devices, packages, and spreads."""
+    if isinstance(value, list):
+        for each in value:
+            yield from field_names(each)
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield name
+            if name not in ("device_facts", "versions"):
+                yield from field_names(each)
+
+
 @pytest.mark.slow
 def test_the_command(source: Any, tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
     """A packed artifact beside itself in stock mlx-lm, in processes of their own."""
@@ -236,6 +250,8 @@ def test_the_command(source: Any, tmp_path: Any, capsys: Any, monkeypatch: Any) 
                 <= each["new_tokens_per_s"]["high"]
             )
     assert len(report["ratios"]) == 2
+    page = (Path(__file__).parents[2] / "docs" / "formats" / "bench.md").read_text()
+    assert not [name for name in field_names(report) if not re.search(rf"`{name}(\[\])?`", page)]
     assert report["machine"]["versions"]["mlx-lm"]
 
     table = run(capsys, monkeypatch, "bench", packed, *asked[:1], 6, *asked[2:])

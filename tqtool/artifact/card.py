@@ -111,7 +111,7 @@ def _is_text(value: Any) -> bool:
 def _front_matter(manifest: Manifest, facts: CardFacts) -> str:
     front: dict[str, Any] = {"library_name": "mlx", "pipeline_tag": "text-generation", **facts.stated}
     link = front.get("license_link")
-    if isinstance(link, str) and "://" not in link and link not in manifest.files:
+    if isinstance(link, str) and "://" not in link and link.removeprefix("./") not in manifest.files:
         # A file of the source's repository that is not here: the link would be dead.
         del front["license_link"]
         if facts.base_model is not None:
@@ -217,7 +217,7 @@ def _made(manifest: Manifest) -> Iterator[str]:
     transforms = ", ".join(
         record.id if record.seed is None else f"{record.id} (seed {record.seed})" for record in manifest.transforms
     )
-    asked = {key: value for key, value in manifest.request.items() if value not in (None, [], {}, "")}
+    asked = {key: value for key, value in manifest.request.items() if _says(value)}
     rows = [
         ("format", manifest.kind),
         ("source", source.location + (f" at `{source.revision}`" if source.revision else "")),
@@ -231,9 +231,14 @@ def _made(manifest: Manifest) -> Iterator[str]:
         yield f"The whole run is `{RECIPE_NAME}`: `tqtool run {RECIPE_NAME} OUT` repeats it."
 
 
+def _says(value: Any) -> bool:
+    """Whether a field of the request says something: nothing asked for is no row; a seed of 0 is one."""
+    return value is not False and value not in (None, [], {}, "")
+
+
 def _value(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_value(each)}" for key, each in value.items() if each not in (None, [], {}, ""))
+        return ", ".join(f"{key} {_value(each)}" for key, each in value.items() if _says(each))
     if isinstance(value, list):
         return ", ".join(_value(each) for each in value)
     return str(value)

@@ -140,6 +140,7 @@ def _version(wanted: bool) -> None:
 
 RESUMABLE = {"calibrate", "run", "sensitivity"}
 """Verbs whose interrupted work stays and is gone on with."""
+WRITES_NOTHING = {"inspect", "verify", "codec", "generate", "bench", "serve"}
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
@@ -151,10 +152,12 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(number, signal.SIG_DFL)
     word = "interrupted" if number == signal.SIGINT else "terminated"
     verb = "".join(sys.argv[1:2])
-    kept = "nothing was left under the final name"
+    kept = "; nothing was left under the final name"
     if verb in RESUMABLE:
-        kept = "--resume goes on from what is there"
+        kept = "; --resume goes on from what is there"
     elif verb == "upload":
-        kept = "what was sent stays on the hub, not yet loadable; the same command goes on"
-    sys.stderr.write(f"{word}; {kept}\n")
+        kept = "; what was sent stays on the hub, not yet loadable; the same command goes on"
+    elif verb in WRITES_NOTHING:
+        kept = ""
+    sys.stderr.write(f"{word}{kept}\n")
     sys.exit(128 + number)

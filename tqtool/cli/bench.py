@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -109,7 +110,7 @@ def _emit_machine(report: SpeedReport) -> None:
         dtype = "" if load["dtype"] is None else f", {load['dtype']}"
         emit_line(
             f"{arm.name}: {load['weight_bytes'] / 1e6:.1f} MB of weights, {load['compute']}{dtype}, loaded in "
-            f"{load['load_s']:.1f} s; BLAS {load['blas']['status']}: {load['blas']['library']}"
+            f"{load['load_s']:.1f} s; BLAS {load['blas']['status']}: {Path(load['blas']['library']).name}"
         )
         for row in load["layers"]:
             emit_line(f"  {row['layers']} trellis layers at {row['rows']} rows: {row['path']} ({row['reason']})")
