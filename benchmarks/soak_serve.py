@@ -61,7 +61,8 @@ class Tally:
 def completion(rng: random.Random, facts: ModelFacts, **more: Any) -> dict[str, Any]:
     """A completion whose prompt may share its beginning with others."""
     length = rng.randint(1, min(1500, facts.context - 80))
-    ids = [facts.passage[at % len(facts.passage)] for at in range(length)]
+    first = rng.choice((0, 0, 0, *range(1, 20)))  # more beginnings than the prompt cache holds, one of them often
+    ids = [facts.passage[at % len(facts.passage)] for at in range(first, first + length)]
     prompt: Any = [*ids, rng.choice(facts.passage)] if rng.random() < 0.5 else rng.choice(BEGINNINGS)
     sampling = {"temperature": 0.9, "seed": rng.randrange(9)} if rng.random() < 0.5 else {"temperature": 0}
     return {"prompt": prompt, "max_tokens": rng.randint(1, 48), **sampling, **more}

@@ -27,6 +27,9 @@ def test_help_imports_nothing_heavy() -> None:
         "huggingface_hub",
         "pydantic",
         "matplotlib",
+        "starlette",
+        "uvicorn",
+        "prometheus_client",
     ]
     code = (
         "import sys; sys.argv = ['tqtool', '--help']\n"

@@ -343,3 +343,15 @@ def test_templates_are_the_models(client, kwargs):
         client.chat.completions.create(
             model="model", messages=[{"role": "user", "content": "hi"}], extra_body={"chat_template_kwargs": kwargs}
         )
+
+
+def test_null_is_nothing_said(client):
+    names = ("max_tokens", "min_p", "top_p", "n", "stop", "stream", "stream_options", "seed", "logprobs", "user")
+    names += ("presence_penalty", "frequency_penalty", "logit_bias", "tools", "tool_choice", "response_format")
+    answer = client.chat.completions.create(
+        model="model", messages=[{"role": "user", "content": "hi"}], temperature=0, extra_body=dict.fromkeys(names)
+    )
+    assert answer.choices[0].message.content == ANSWER
+    body = dict.fromkeys(("echo", "suffix", "best_of", "logprobs", "max_tokens"))
+    answer = client.completions.create(model="model", prompt=">", temperature=0, extra_body=body)
+    assert answer.choices[0].text == ANSWER

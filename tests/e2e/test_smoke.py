@@ -132,6 +132,31 @@ def test_a_model_that_cannot_start_is_a_failed_check(quantized, capsys, monkeypa
 @pytest.mark.model
 @pytest.mark.slow
 def test_green_on_a_real_model():
-    names = ("templated", "raw", "language", "stop strings", "end token", "characters")
+    names = ("templated", "raw", "language", "end token", "characters")
     rows = check(smollm2(), *names)
     assert outcomes(rows) == dict.fromkeys(names, "ok"), rows
+
+
+@pytest.mark.parametrize(("code", "outcome"), [(2, "skipped"), (5, "FAIL")])
+def test_a_kv_scheme_that_does_not_go_with_the_model_is_no_fault_of_the_artifact(quantized, monkeypatch, code, outcome):
+    from contextlib import contextmanager
+
+    from tqtool.serve.smoke import run as module
+    from tqtool.serve.smoke.process import NotStarted
+
+    class Running:
+        url, client = "http://127.0.0.1:1", None
+
+    @contextmanager
+    def running(arguments):
+        if "--kv-quant" in arguments:
+            raise NotStarted(code, "loading\nerror: KV scheme turbo: head dimension 32\nhint: leave it out")
+        yield Running()
+
+    monkeypatch.setattr(module, "running", running)
+    monkeypatch.setattr(module, "FULL", {})
+    monkeypatch.setattr(module, "_end", lambda kv, server: module._row(kv, "shutdown", 0.0, "ok", ""))
+    report = module.smoke(quantized, [], kv_quant="turbo", context=None, say=lambda row: None)
+    last = report.rows[-1]
+    assert (last.kv, last.outcome, report.ok) == ("turbo", outcome, outcome == "skipped")
+    assert "head dimension 32" in last.detail

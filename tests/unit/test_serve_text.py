@@ -87,6 +87,30 @@ def test_bytes_of_all_tokens_are_the_text(kind):
     assert table.token_bytes(10**6) == b""
 
 
+def test_a_tokenizer_written_in_python_goes_through_mlx_lm():
+    from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
+
+    class Bytes:
+        """Token ids are bytes; there is no backend."""
+
+        def encode(self, text, **_):
+            return list(text.encode())
+
+        def decode(self, ids):
+            return bytes(ids).decode(errors="replace")
+
+        @property
+        def detokenizer(self):
+            return NaiveStreamingDetokenizer(self)
+
+    table = TokenText(Bytes())
+    stream = table.stream((), begins_text=True)
+    pieces = [stream.add(token) for token in TEXT.encode()]
+    assert "".join(pieces) == TEXT
+    assert not any(REPLACEMENT in piece for piece in pieces)
+    assert table.token_bytes(ord("a")) == b"a"
+
+
 def test_the_alphabet_is_the_one_of_the_library():
     from tqtool.serve.token_text import byte_alphabet
 

@@ -141,7 +141,7 @@ class _Server:
             self._head("completion"),
             self._engine.text,
             prompt=wanted.prompt,
-            echo=body.echo,
+            echo=bool(body.echo),
             echoed=_only_text(body.prompt),
             logprobs=body.logprobs is not None,
         )

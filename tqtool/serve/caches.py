@@ -17,7 +17,7 @@ class CacheChoice:
     Attributes:
         make: An empty one.
         name: ``full``, or the scheme.
-        bytes_per_token: Of the growing caches of all layers together; None where the model's cannot be told.
+        bytes_per_token: Of the growing caches of all layers together.
         prefixes_are_exact: Whether a cache of a prefix is what a shorter prompt would have made. Not where tokens are
             packed from some length on: a longer prompt's are then packed, a shorter one's are not.
     """

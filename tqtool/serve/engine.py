@@ -73,6 +73,7 @@ class Engine:
             prefixes=self.prefixes,
             watcher=watcher or NoWatcher(),
         )
+        self._hello = tuple(loaded.tokenizer.encode("Hello")) or (0,)
         self.ready = False
         self.failure: str | None = None
         """Why the last completion that was tried did not run; None when it did."""
@@ -232,10 +233,8 @@ class Engine:
 
     def _self_check(self) -> Job:
         """A short completion: the model's logits are finite, and a token comes out."""
-        ids = list(self.loaded.tokenizer.encode("Hello"))
-        return _SelfCheck(
-            Request(prompt=tuple(ids or [0]), max_tokens=2, sampling=Sampling(temperature=0)), lambda event: None
-        )
+        request = Request(prompt=self._hello, max_tokens=2, sampling=Sampling(temperature=0))
+        return _SelfCheck(request, lambda event: None)
 
 
 class _SelfCheck(Job):

@@ -76,7 +76,8 @@ def template_message(message: Message, template: str) -> dict[str, Any]:
     if isinstance(content, list):
         other = next((part for part in content if not isinstance(part, TextPart)), None)
         if other is not None:
-            raise bad_value("messages", f"expected parts of type 'text', found {other.type!r}: text only here")
+            found = "one without text" if other.type == "text" else repr(other.type)
+            raise bad_value("messages", f"expected parts of type 'text' with a text, found {found}: text only here")
         content = "".join(part.text for part in content if isinstance(part, TextPart))
     # OpenAI renamed the role; templates know the old name.
     role = "system" if message.role == "developer" and "developer" not in template else message.role

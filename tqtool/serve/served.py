@@ -117,16 +117,15 @@ class Served:
         if body.suffix:
             raise unsupported("suffix", "text is only continued at its end")
         tokens = self._prompt_tokens(body.prompt)
-        scored = body.echo and body.logprobs is not None
+        echo = bool(body.echo)
+        scored = echo and body.logprobs is not None
         return Request(
             prompt=tokens,
-            max_tokens=self._max_tokens(
-                len(tokens), body.max_tokens, OPENAI_COMPLETION_TOKENS, least=0 if body.echo else 1
-            ),
+            max_tokens=self._max_tokens(len(tokens), body.max_tokens, OPENAI_COMPLETION_TOKENS, least=0 if echo else 1),
             sampling=self._sampling(body),
             stops=body.stops,
             top=body.logprobs,
-            score_prompt=scored or (body.echo and body.max_tokens == 0),
+            score_prompt=scored or (echo and body.max_tokens == 0),
         )
 
     def _render(self, body: ChatBody, tools: list[Any] | None) -> str:
@@ -210,8 +209,8 @@ class Served:
             seed=secrets.randbits(32) if body.seed is None else body.seed % (1 << 64),
             repetition_penalty=value("repetition_penalty", 1.0),
             repetition_context=int(body.repetition_context_size or Sampling().repetition_context),
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
             logit_bias=bias,
         )
 

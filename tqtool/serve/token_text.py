@@ -1,7 +1,8 @@
 """Token ids to text, one at a time: characters that are split across tokens appear when they are complete.
 
 The bytes of every token are known for byte-level BPE and for SentencePiece with byte fallback, and then an incremental
-UTF-8 decoder does the rest. Other tokenizers go through the decode stream of the ``tokenizers`` package.
+UTF-8 decoder does the rest. Other tokenizers go through the decode stream of the ``tokenizers`` package, and those
+written in Python through mlx-lm's detokenizer.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ class TokenText:
     """What each token of a tokenizer says.
 
     Args:
-        tokenizer: mlx-lm's wrapper around a fast tokenizer.
+        tokenizer: mlx-lm's wrapper.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._backend = tokenizer.backend_tokenizer
-        stored = json.loads(self._backend.to_str())
+        self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        stored = json.loads(self._backend.to_str()) if self._backend is not None else {}
         self._kind, self.strips_first_space = _kind(stored.get("decoder"))
         self._added: dict[int, bytes] = {
             token["id"]: token["content"].encode() for token in stored.get("added_tokens", [])
@@ -51,6 +53,8 @@ class TokenText:
         """The bytes ``token`` stands for; empty for an id without a token (padding of the vocabulary)."""
         if token in self._added:
             return self._added[token]
+        if self._backend is None:
+            return str(self._tokenizer.decode([token])).encode()
         piece: str | None = self._backend.id_to_token(token)
         if piece is None:
             return b""
@@ -77,6 +81,8 @@ class TokenText:
         ``begins_text``: the answer is a text of its own (a chat message), whose first space a SentencePiece decoder
         drops; False: it continues the prompt, and the space belongs to it.
         """
+        if self._backend is None:
+            return _Detokenizer(self._tokenizer)
         if self._kind == "other":
             return _DecodeStream(self._backend, prompt)
         return _ByteStream(self, strip=begins_text and self.strips_first_space)
@@ -107,6 +113,15 @@ class _DecodeStream:
 
     def add(self, token: int) -> str:
         return self._stream.step(self._backend, token) or ""
+
+
+class _Detokenizer:
+    def __init__(self, tokenizer: Any) -> None:
+        self._stream = tokenizer.detokenizer  # a new one each time
+
+    def add(self, token: int) -> str:
+        self._stream.add_token(token)
+        return str(self._stream.last_segment)
 
 
 def _kind(decoder: Any) -> tuple[str, bool]:

@@ -147,6 +147,7 @@ class EventStream:
 
 async def _send_text(send: Send, text: str) -> None:
     await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+    await asyncio.sleep(0)  # when events have piled up: a lost connection must be noticed between two of them
 
 
 def _data(value: dict[str, Any]) -> str:
