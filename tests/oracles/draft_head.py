@@ -33,8 +33,8 @@ def forward(
     hidden: NDArray[np.float64],
     *,
     state_gain: NDArray[np.float64] | None = None,
-) -> NDArray[np.float64]:
-    """What the trunk's head reads, ``[T, hidden]``: of embeddings and hidden states ``[T, hidden]``.
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What the trunk's head reads and what the final norm did, of embeddings and hidden states; each ``[T, hidden]``.
 
     ``state_gain`` multiplies the hidden state behind its norm.
     """
@@ -47,7 +47,7 @@ def forward(
     named = {f"model.{name}": array for name, array in head.items()}
     for layer in range(1 + max(int(name.split(".")[1]) for name in head if name.startswith("layers."))):
         x = decoder.block(named, full, layer, x)
-    return decoder.rms_norm(x, head["norm.weight"], config)
+    return decoder.rms_norm(x, head["norm.weight"], config), x
 
 
 def random_head(config: dict[str, Any], *, seed: int, depth: int = 1) -> Weights:

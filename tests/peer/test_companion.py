@@ -23,6 +23,8 @@ from tqtool.pipeline.companion import CompanionRequest, companion_request
 from tqtool.pipeline.convert import ConvertRequest, plan_convert
 from tqtool.pipeline.rules import Packed
 from tqtool.pipeline.trellis import TrellisRequest, plan_trellis
+from tqtool.recipes.jobs import Target, plan_quantization
+from tqtool.recipes.schema import read_recipe
 from tqtool.runtime.drafter import load_drafter
 from tqtool.runtime.load import load
 from tqtool.solve.trellis import TrellisOptions
@@ -103,6 +105,22 @@ def test_it_is_bundled_with_packed_trunks(source: Path, tmp_path: Path) -> None:
     for folder in (tmp_path / "trellis", affine):
         assert np.isfinite(drafts(folder)).all()
     assert raw_tensors(tmp_path / "trellis" / "mtp") == raw_tensors(affine / "mtp")
+
+
+def test_a_recipe_bundles_it_with_the_artifact_and_no_candidate(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"name: a\nsource: {source}\nrotation: {{seed: 42}}\n"
+        "quantize: {verb: convert, bits: 4, mtp: 8, mtp_tap: pre, vision_sidecar: false}\n"
+    )
+    recipe = read_recipe(path)
+    job = plan_quantization(recipe, Target(out=tmp_path / "out", journal=tmp_path / "journal"))
+    assert job.extras.companion is not None
+    assert job.plan.companion is not None
+    assert job.extras.request["mtp"] == {"form": "8", "hidden_tap": "pre_norm"}
+    assert not job.extras.sidecars
+    candidate = Target(out=tmp_path / "candidate", journal=tmp_path / "journal", rate=2)
+    assert plan_quantization(recipe, candidate).extras.companion is None
 
 
 def test_every_place_gives_the_same_companion(source: Path, tmp_path: Path) -> None:
@@ -202,6 +220,9 @@ def test_what_cannot_be_is_said(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no multi-token-prediction companion"):
         written(source, tmp_path / "out", source=str(llama))
     wrong = write_with_companion(tmp_path / "wrong", inside=False)
+    for seed in (None, 42):
+        with pytest.raises(UserError, match="no model but the companion of one"):
+            plan_convert(ConvertRequest(source=str(wrong / "mtp"), out=tmp_path / "out", rotation_seed=seed))
     config = wrong / "mtp" / "config.json"
     found = json.loads(config.read_text())
     found["text_config"]["mtp_num_hidden_layers"] = 2

@@ -74,5 +74,5 @@ def _drafts64(
     if tap == "post_norm":
         state = decoder.rms_norm(state, final if gain is None else np.ones_like(final), config)
     embedded = trunk["model.embed_tokens.weight"][TOKENS[1:]]
-    normed = draft_head.forward(head, config, embedded, state[:-1], state_gain=gain)
+    normed, _ = draft_head.forward(head, config, embedded, state[:-1], state_gain=gain)
     return normed @ decoder.head(trunk, config).T

@@ -72,6 +72,8 @@ def test_defaults_are_filled_and_the_dump_reads_back(tmp_path):
         ('    "*.up_proj": 3', '    "*.up_proj": 3\n    "*.up_proj": 4', "line 12: *.up_proj: given twice"),
         ("  ldlq: true", "  ldlq: true\n  modules: [{a: 1, a: 2}]", "line 13: a: given twice"),
         ("  k: 2", "  k: 2\n  sink_weight: 10000000.0", "line 10: quantize.sink_weight: Input should be less"),
+        ("  k: 2", "  k: 2\n  mtp: 5", r"line 10: quantize\.mtp: Input should be 'none', 'dense', 8 or 4"),
+        ("  k: 2", "  k: 2\n  mtp_tap: pre", "mtp_source and mtp_tap are for mtp: dense, 8 or 4"),
         (GOOD, "", "expected fields, found NoneType"),
     ],
 )

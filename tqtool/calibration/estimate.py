@@ -34,7 +34,7 @@ class _Layer:
         )
 
     def memory_bytes(self, tokens: int, longest: int, top: int) -> int:
-        """Weights in float32, sums, one of them made ready for the file, rows kept for experts, one sequence."""
+        """Weights twice while they are folded; then once, with sums, one made ready for its file, rows for experts."""
         moments = 8 * sum(width * width for width in self.summed.values())
         kept = sum(
             4 * tokens * stack.shape[-1] * (top if role is Role.DOWN else 1) for role, stack in self.stacks.items()
@@ -42,7 +42,8 @@ class _Layer:
         widths = [*self.summed.values(), *(stack.shape[-1] for stack in self.stacks.values())]
         one = 8 * max((stack.shape[-1] ** 2 for stack in self.stacks.values()), default=0)
         stored = 10 * max(self.summed.values(), default=0) ** 2  # the mean of one sum, and its triangle
-        return 8 * self.weights + moments + kept + one + stored + 16 * longest * max(widths)
+        running = moments + kept + one + stored + 16 * longest * max(widths)
+        return max(8 * self.weights, 4 * self.weights + running)
 
 
 def estimates(plan: TransformPlan, *, tokens: int, longest: int, hidden: int, top: int) -> dict[str, int]:

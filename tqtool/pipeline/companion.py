@@ -25,7 +25,6 @@ from tqtool.source.config import text_config
 from tqtool.transform.claim import COMPANION_REASON
 from tqtool.transform.companion import (
     DEPTH_KEY,
-    MODEL_TYPE,
     TAPS,
     CompanionSource,
     Tap,
@@ -36,7 +35,7 @@ from tqtool.transform.companion import (
 from tqtool.transform.folds import OnColumns, ScaleInput
 from tqtool.transform.layout import is_zero_centred
 from tqtool.transform.plan import TransformPlan
-from tqtool.transform.select import select_family
+from tqtool.transform.select import COMPANION_TYPE, select_family
 
 FOLDER = "mtp"
 Form = Literal["dense", "8", "4"]
@@ -173,7 +172,7 @@ def _find(checkpoint: Checkpoint, source: str | None) -> _Found:
         if found is None:
             raise UserError(
                 f"{source}: holds no multi-token-prediction companion",
-                hint=f"a folder of model_type {MODEL_TYPE}, or a checkpoint with tensors mtp.*",
+                hint=f"a folder of model_type {COMPANION_TYPE}, or a checkpoint with tensors mtp.*",
             )
         return found
     found = _inside(checkpoint)
@@ -191,7 +190,7 @@ def _find(checkpoint: Checkpoint, source: str | None) -> _Found:
 def _inside(opened: Checkpoint) -> _Found | None:
     """The companion of a checkpoint, or the checkpoint that is one."""
     prefixed = tuple(name for name in opened.tensors if place_of(name) != name)
-    if opened.model_type == MODEL_TYPE and not prefixed:
+    if opened.model_type == COMPANION_TYPE and not prefixed:
         return _Found(checkpoint=opened, names=tuple(opened.tensors), gain_offset=0.0)
     if not prefixed:
         return None
@@ -205,7 +204,7 @@ def _inside(opened: Checkpoint) -> _Found | None:
 
 def _tap(found: _Found, asked: Tap | None) -> Tap:
     """Asked for, or stated by a companion that tqtool wrote, or the one of mlx-vlm and vLLM."""
-    stated = found.checkpoint.config.get("hidden_tap") if found.checkpoint.model_type == MODEL_TYPE else None
+    stated = found.checkpoint.config.get("hidden_tap") if found.checkpoint.model_type == COMPANION_TYPE else None
     tap = next((tap for tap in TAPS if tap == stated), None)
     if stated is not None and tap is None:
         raise SourceError(f"config.json: hidden_tap: expected one of {', '.join(TAPS)}, found {stated!r}")
@@ -238,7 +237,7 @@ def _config(checkpoint: Checkpoint, transform: TransformPlan, depth: int) -> dic
     text = {**text_config(whole), DEPTH_KEY: depth, "tie_word_embeddings": is_tied}
     stated: dict[str, Any] = {key: whole[key] for key in ("torch_dtype", "dtype") if key in whole}
     return {
-        "model_type": MODEL_TYPE,
+        "model_type": COMPANION_TYPE,
         "text_config": {key: value for key, value in text.items() if key not in ("text_config", "vision_config")},
         "block_size": depth + 2,
         "tie_word_embeddings": is_tied,

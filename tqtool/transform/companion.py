@@ -24,8 +24,8 @@ from tqtool.transform.layout import Geometry, Parameter, layer_parameters, read_
 from tqtool.transform.nested import COMPANION, renamed_stack
 from tqtool.transform.outputs import OutputTensor, TransformPlan
 from tqtool.transform.rotation import FOLD_FLOAT32, GAIN_KEPT_NEUTRAL, NO_R2, NO_R3, NO_R4, R1_LANE, Recipe
+from tqtool.transform.select import COMPANION_TYPE
 
-MODEL_TYPE = "qwen3_5_mtp"
 Tap = Literal["post_norm", "pre_norm"]
 """Where the trunk's hidden state is taken: behind its final norm, as mlx-vlm and vLLM do, or before it."""
 TAPS: tuple[Tap, ...] = ("post_norm", "pre_norm")
@@ -111,7 +111,7 @@ def plan_companion(
     )
     deviations = (NO_R2, NO_R3, NO_R4, GAIN_KEPT_NEUTRAL, FOLD_FLOAT32, FINAL_GAMMA_DROPPED)
     return TransformPlan(
-        id=f"rotation.{MODEL_TYPE}",
+        id=f"rotation.{COMPANION_TYPE}",
         outputs=tuple(folding.fold(parameter) for parameter in named),
         seed=seed,
         deviations=(*deviations, HIDDEN_SCALE) if tap == "post_norm" else deviations,

@@ -9,11 +9,14 @@ from tqtool.errors import SourceError, UserError
 from tqtool.transform.families import FAMILIES, REFUSED_ROTATION, Family
 
 AUTO = "rotation.auto"
+COMPANION_TYPE = "qwen3_5_mtp"
+"""``model_type`` of a companion for multi-token prediction, as mlx-vlm has it."""
 
 
 def select_family(config: Mapping[str, Any]) -> Family:
     """The family of ``config["model_type"]``. Raises UserError naming the known ones."""
     model_type = _model_type(config)
+    _refuse_companion(model_type)
     family = FAMILIES.get(model_type)
     if family is None:
         raise UserError(
@@ -36,6 +39,7 @@ def select_rotation(config: Mapping[str, Any], transform: str) -> Family:
     """
     names = [f"rotation.{name}" for name, family in FAMILIES.items() if family.rotation_refusal is None]
     model_type = _model_type(config)
+    _refuse_companion(model_type)
     refusal = REFUSED_ROTATION.get(model_type)
     family = FAMILIES.get(model_type)
     if refusal is None and family is not None:
@@ -58,6 +62,14 @@ def select_rotation(config: Mapping[str, Any], transform: str) -> Family:
             hint=f"use {AUTO} or rotation.{model_type}",
         )
     return family
+
+
+def _refuse_companion(model_type: str) -> None:
+    if model_type == COMPANION_TYPE:
+        raise UserError(
+            f"model_type {model_type!r} is no model but the companion of one: its folds need its trunk",
+            hint="tqtool convert TRUNK OUT --mtp 8 --mtp-source THIS_FOLDER",
+        )
 
 
 def _known() -> str:
