@@ -11,7 +11,8 @@ keys and values of the dtype); *affine8*, *affine4* (mlx-lm's quantized attentio
 A repeat goes over --layers caches one behind the other, so that no cache is still in L2, evaluates all results together
 and divides by their number. *eval* is the time from when the graph is built; *all* has building it too, which Python
 does. First of all, unless --no-check, the table that all backends share is computed on the card, and each scheme at
-each number of tokens, against float64. Needs an MLX with CUDA; on a Mac the same texts run on Metal.
+each number of tokens, against float64; records of new tokens must be numpy's, to the byte. Needs an MLX with CUDA; on a
+Mac the same texts run on Metal.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.support.kv_cases import TABLE, KVArrays, KVCase, arrays_of, check, expected, scheme_of
+from tests.support.kv_cases import NUMPY, TABLE, KVArrays, KVCase, arrays_of, check, expected, scheme_of
 from tests.support.mlx_backend import to_mlx, to_numpy
 from tqtool.kernels import cuda, metal
 from tqtool.kernels.kv_attention import KVAttention
 from tqtool.kernels.kv_kernels import KVProblem
-from tqtool.kv import array_codec
+from tqtool.kv import array_codec, codec
 from tqtool.kv.record import layout_of
 from tqtool.kv.scheme import KVScheme, full_bytes_per_token, parse_scheme
 
@@ -217,6 +219,20 @@ def check_case(run: KVAttention, case: KVCase, arrays: KVArrays) -> None:
     check(case, to_numpy(found), expected(case, arrays))
 
 
+def check_encoder(run: KVAttention, case: KVCase) -> None:
+    """Records of 300 tokens by the kernel: the bytes of numpy; floats that the case's dtype holds, of many sizes."""
+    p, rng = case.problem, np.random.default_rng(case.seed)
+    sizes = 10.0 ** rng.uniform(-4, 3, (2, 300, 1))
+    floats = (rng.standard_normal((2, 300, p.head_dim)) * sizes).astype(NUMPY[p.dtype])
+    keys, values = floats[0], floats[1]
+    keys[:3] = keys[:3, :1]  # constant groups
+    tables = array_codec.sign_array(p.head_dim), array_codec.edge_array(p.v_bits, "exact")
+    found = np.array(run.encode(to_mlx(keys), to_mlx(values), *tables, (p.k_bits, p.v_bits)))
+    wanted = codec.encode(keys.astype(np.float32), values.astype(np.float32), scheme_of(p))
+    differing = int((found != wanted).any(axis=1).sum())
+    assert differing == 0, f"encoder: {differing} of 300 records differ"
+
+
 def check_all(problems: list[tuple[KVProblem, int]]) -> int:
     """The shared table, then what is timed; the number of cases that are wrong."""
     run, wrong = kernels(), 0
@@ -224,10 +240,11 @@ def check_all(problems: list[tuple[KVProblem, int]]) -> int:
     for case in cases:
         try:
             check_case(run, case, arrays_of(case))
+            check_encoder(run, case)
         except (AssertionError, RuntimeError) as error:
             wrong += 1
             print(f"WRONG {case}: {str(error)[:300]}", flush=True)
-    print(f"{len(cases)} cases checked against float64, {wrong} wrong", flush=True)
+    print(f"{len(cases)} cases: attention against float64, records against numpy's bytes: {wrong} wrong", flush=True)
     return wrong
 
 
