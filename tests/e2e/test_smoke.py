@@ -132,7 +132,7 @@ def test_a_model_that_cannot_start_is_a_failed_check(quantized, capsys, monkeypa
 @pytest.mark.model
 @pytest.mark.slow
 def test_green_on_a_real_model():
-    names = ("templated", "raw", "language", "end token", "characters")
+    names = ("raw", "language", "end token")
     rows = check(smollm2(), *names)
     assert outcomes(rows) == dict.fromkeys(names, "ok"), rows
 

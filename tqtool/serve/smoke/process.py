@@ -45,8 +45,10 @@ class ServerProcess:
         timer = threading.Timer(START_SECONDS, self._process.kill)
         timer.start()
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        timer.cancel()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            timer.cancel()  # also when a signal ends the wait: a timer that still runs keeps the process alive
         if not line:
             raise NotStarted(self._process.wait(END_SECONDS), self.said())
         self.url = str(json.loads(line)["url"])
