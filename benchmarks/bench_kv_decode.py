@@ -36,6 +36,7 @@ from tests.support.kv_cases import NUMPY, TABLE, KVArrays, KVCase, arrays_of, ch
 from tests.support.mlx_backend import to_mlx, to_numpy
 from tqtool.kernels import cuda, metal
 from tqtool.kernels.kv_attention import KVAttention
+from tqtool.kernels.kv_cuda import KV_THAT_RAN, kv_digest
 from tqtool.kernels.kv_kernels import KVProblem
 from tqtool.kv import array_codec, codec
 from tqtool.kv.record import layout_of
@@ -245,6 +246,7 @@ def check_all(problems: list[tuple[KVProblem, int]]) -> int:
             wrong += 1
             print(f"WRONG {case}: {str(error)[:300]}", flush=True)
     print(f"{len(cases)} cases: attention against float64, records against numpy's bytes: {wrong} wrong", flush=True)
+    print(f"texts {kv_digest()}, last ran {KV_THAT_RAN}", flush=True)
     return wrong
 
 

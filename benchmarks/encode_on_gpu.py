@@ -13,7 +13,9 @@ import numpy as np
 
 from tqtool import native
 from tqtool.formats.trellis import BLOCK, spec_for
+from tqtool.kernels.cuda import SEARCH_SOURCES
 from tqtool.kernels.encoding import LEVEL_LIMIT, encode_problem
+from tqtool.kernels.sources import digest
 from tqtool.mathx import codes
 from tqtool.mathx.ldl import upper_factor
 from tqtool.solve.ldlq_device import TileJob, _pack, code_tiles
@@ -90,6 +92,7 @@ def kernel_row(args: argparse.Namespace, k: int) -> dict[str, object]:
         "weights": x.size,
         "scale": source.scale,
         "mse": float(error),
+        "texts": digest(SEARCH_SOURCES),
         "blocks_compared": compared,
         "blocks_differing": differing,
         **spread(x.size, seconds),

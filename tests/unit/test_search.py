@@ -13,6 +13,7 @@ from tests.support.tiny_models import Tiny, write_tiny
 from tqtool import native
 from tqtool.errors import BackendError, UserError
 from tqtool.kernels import cuda, cuda_encoder
+from tqtool.kernels.sources import digest
 from tqtool.mathx import codes
 from tqtool.solve import search as module
 from tqtool.solve.search import DeviceChoice, choose_device, parse_backend, search
@@ -59,10 +60,10 @@ def test_without_a_card():
 
 def test_a_search_that_has_run_on_no_card_is_taken_only_when_asked_for(monkeypatch):
     monkeypatch.setattr(cuda, "is_proven_here", lambda: True)
-    for has_run in (False, True):
-        monkeypatch.setattr(cuda, "SEARCH_HAS_RUN", has_run)
-        assert cuda.is_search_proven_here() is has_run
-    monkeypatch.setattr(cuda, "SEARCH_HAS_RUN", False)
+    monkeypatch.setattr(cuda, "SEARCH_THAT_RAN", digest(cuda.SEARCH_SOURCES))
+    assert cuda.is_search_proven_here()
+    monkeypatch.setattr(cuda, "SEARCH_THAT_RAN", digest(cuda.SEARCH_SOURCES[:2]))
+    assert not cuda.is_search_proven_here()
     assert choose_device("auto", **LIKE).device == "cpu"
 
 
@@ -70,7 +71,7 @@ def test_with_a_card(card):
     assert choose_device("auto", **LIKE) == DeviceChoice("cuda")
     assert choose_device("cpu", **LIKE) == DeviceChoice("cpu")
     refused = choose_device("auto", **{**LIKE, "warmup": 33})
-    assert refused == DeviceChoice("cpu", "cuda: warmup 33: no multiple of 16")
+    assert refused == DeviceChoice("cpu", "cuda: warmup 33: passes begin and end at even steps")
     with pytest.raises(BackendError, match="--backend cuda: warmup 33"):
         choose_device("cuda", **{**LIKE, "warmup": 33})
     with pytest.raises(BackendError, match="no such device"):
@@ -96,8 +97,8 @@ def test_the_same_artifact(form, tmp_path, card, capsys, monkeypatch):
     manifests = [json.loads((tmp_path / b / "tqtool" / "manifest.json").read_text()) for b in ("cpu", "cuda")]
     assert [manifest["request"]["backend"] for manifest in manifests] == [{"k2": "cpu"}, {"k2": "cuda"}]
     assert "paths of k = 2 are searched by cuda" in json.dumps(manifests[1])
-    plan = run(capsys, monkeypatch, "trellis", source, tmp_path / "plan", "--dry-run", "--warmup", 20)
-    assert "searched by cpu: cuda: warmup 20" in " ".join(plan.out.split())
+    plan = run(capsys, monkeypatch, "trellis", source, tmp_path / "plan", "--dry-run", "--warmup", 21)
+    assert "searched by cpu: cuda: warmup 21" in " ".join(plan.out.split())
 
 
 def test_a_card_that_finds_other_paths_is_left(card, monkeypatch):

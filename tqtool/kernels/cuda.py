@@ -20,7 +20,7 @@ from tqtool.kernels.backend import Backend, Call, Ready, launcher
 from tqtool.kernels.cuda_kernels import H200, METAL_ON_CUDA, Card, kernels
 from tqtool.kernels.metal import sum_parts
 from tqtool.kernels.problem import Dtype
-from tqtool.kernels.sources import KernelText, kernel_text
+from tqtool.kernels.sources import KernelText, digest, kernel_text
 
 PROVEN_GENERATION = 9
 """Compute capability, before the point, of the H200; the texts compile for others, nobody has run them there."""
@@ -128,15 +128,15 @@ def is_proven_here() -> bool:
     return mx.cuda.is_available() and mx.device_info(mx.gpu)["compute_capability_major"] == PROVEN_GENERATION
 
 
-SEARCH_HAS_RUN = False
-"""Whether the text of the search, as it stands, has run on a card: set it when it has, clear it with every change.
-
-An earlier text found the CPU's states on 26 × 1030 blocks (docs/log.md, 2026-11-30)."""
+SEARCH_SOURCES: Final = ("cuda/viterbi.cu", "cuda/viterbi14.cu", "cuda/viterbi16.cu")
+SEARCH_THAT_RAN = "ea2787b9b31efbe3"
+"""Digest of the texts of the search that found the CPU's states on a card (docs/benchmarks.md). Other texts are taken
+only when asked for: ``benchmarks/bench_encode.py --backend cuda`` compares states and prints the digest."""
 
 
 def is_search_proven_here() -> bool:
     """Whether ``auto`` may take the search for paths to the card."""
-    return SEARCH_HAS_RUN and is_proven_here()
+    return is_proven_here() and digest(SEARCH_SOURCES) == SEARCH_THAT_RAN
 
 
 CUDA = cuda_backend(H200)

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from tqtool.kernels.cuda import is_proven_here, on_device
-from tqtool.kernels.kv_attention import KVAttention
+from typing import Final
 
-KV_HAS_RUN = False
-"""Whether the texts, as they stand, have run on a card and passed (benchmarks/bench_kv_decode.py --check): set it then,
-clear it with every change of them."""
+from tqtool.kernels.cuda import is_proven_here, on_device
+from tqtool.kernels.cuda_kernels import METAL_ON_CUDA
+from tqtool.kernels.kv_attention import KVAttention
+from tqtool.kernels.kv_kernels import ATTEND_SOURCE, ENCODE_SOURCE, MERGE_SOURCE
+from tqtool.kernels.sources import digest
+
+KV_SOURCES: Final = (ATTEND_SOURCE, MERGE_SOURCE, ENCODE_SOURCE)
+KV_THAT_RAN = "a75a59b8af285d2b"
+"""Digest of the texts that passed ``benchmarks/bench_kv_decode.py --check`` on a card, which prints it. Other texts are
+not taken there until they have."""
+
+
+
+def kv_digest() -> str:
+    """Of the texts as they stand."""
+    return digest(KV_SOURCES, METAL_ON_CUDA)
+
 
 CUDA_KV = KVAttention(on_device)
 
 
 def is_kv_proven_here() -> bool:
     """Whether decoding may go through the kernels on the card that is here."""
-    return KV_HAS_RUN and is_proven_here()
+    return is_proven_here() and kv_digest() == KV_THAT_RAN

@@ -7,6 +7,7 @@ place, is the ``header``.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -78,3 +79,10 @@ def raw_text(name: str) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise BackendError(f"kernel source {path}: {error.strerror}", hint="reinstall tqtool") from error
+
+
+@lru_cache(maxsize=8)
+def digest(names: tuple[str, ...], before: str = "") -> str:
+    """Sixteen hex digits of what the kernel files ``names`` compile to, ``before`` first: the same only for the same."""
+    texts = (kernel_text(name, before) for name in names)
+    return hashlib.sha256("\0".join(text.header + text.body for text in texts).encode()).hexdigest()[:16]
