@@ -83,6 +83,6 @@ def raw_text(name: str) -> str:
 
 @lru_cache(maxsize=8)
 def digest(names: tuple[str, ...], before: str = "") -> str:
-    """Sixteen hex digits of what the kernel files ``names`` compile to, ``before`` first: the same only for the same."""
+    """Sixteen hex digits of what the kernel files ``names`` compile to, after ``before``: others for other texts."""
     texts = (kernel_text(name, before) for name in names)
     return hashlib.sha256("\0".join(text.header + text.body for text in texts).encode()).hexdigest()[:16]
