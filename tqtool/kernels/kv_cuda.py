@@ -16,7 +16,6 @@ KV_THAT_RAN = "a75a59b8af285d2b"
 not taken there until they have."""
 
 
-
 def kv_digest() -> str:
     """Of the texts as they stand."""
     return digest(KV_SOURCES, METAL_ON_CUDA)
