@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.kv_cases import TABLE, problem
 from tqtool.errors import BackendError
+from tqtool.kernels import kv_cuda
 from tqtool.kernels.kv_attention import KVAttention
 from tqtool.kernels.kv_kernels import (
     HEAD_DIMS,
@@ -17,7 +18,8 @@ from tqtool.kernels.kv_kernels import (
     merge_launch,
     supports,
 )
-from tqtool.kernels.metal_kernels import MAX_THREADGROUP_BYTES
+from tqtool.kernels.metal_kernels import MAX_THREADGROUP_BYTES, METAL_SWITCH
+from tqtool.kv import attend
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -83,3 +85,25 @@ def test_the_table_has_every_pair_of_bits():
     assert {(case.problem.k_bits, case.problem.v_bits) for case in TABLE} == {
         (k, v) for k in (2, 4, 5, 8) for v in (2, 3, 4, 5, 8)
     }
+
+
+@pytest.mark.parametrize(("value", "taken"), [(None, False), ("0", False), ("1", True)])
+def test_metal_kernels_are_asked_for(value, taken, monkeypatch):
+    """As for weights: no Apple GPU has run them."""
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.delenv(METAL_SWITCH, raising=False)
+    if value is not None:
+        monkeypatch.setenv(METAL_SWITCH, value)
+    attend.device_kernels.cache_clear()
+    try:
+        assert (attend.device_kernels() is not None) == taken
+    finally:
+        attend.device_kernels.cache_clear()
+
+
+def test_texts_that_have_not_run_on_a_card_are_not_taken(monkeypatch):
+    monkeypatch.setattr(kv_cuda, "is_proven_here", lambda: True)
+    monkeypatch.setattr(kv_cuda, "KV_THAT_RAN", kv_cuda.kv_digest())
+    assert kv_cuda.is_kv_proven_here()
+    monkeypatch.setattr(kv_cuda, "KV_THAT_RAN", "another")
+    assert not kv_cuda.is_kv_proven_here()

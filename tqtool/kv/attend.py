@@ -16,8 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tqtool import native
+from tqtool.kernels.device import is_metal_asked_for
 from tqtool.kernels.kv_attention import KVAttention
 from tqtool.kernels.kv_kernels import KVProblem, supports
+from tqtool.kernels.metal import on_device as metal_device
 from tqtool.kernels.problem import Dtype
 from tqtool.kv import array_codec
 from tqtool.kv.attention import stock_attention
@@ -144,10 +146,14 @@ def _by_kernel(records: mx.array, tokens: int, scheme: KVScheme, queries: mx.arr
 
 @lru_cache(maxsize=1)
 def device_kernels() -> KVAttention | None:
-    """The kernels of the card that is here, if they have run on its kind; on Apple's GPUs not yet (decision 0004)."""
-    from tqtool.kernels.kv_cuda import CUDA_KV, is_kv_proven_here
+    """The kernels of the card that is here, if they have run on its kind; Apple's GPUs if asked for (decision 0004)."""
+    if mx.cuda.is_available():
+        from tqtool.kernels.kv_cuda import CUDA_KV, is_kv_proven_here
 
-    return CUDA_KV if is_kv_proven_here() else None
+        return CUDA_KV if is_kv_proven_here() else None
+    if mx.metal.is_available() and is_metal_asked_for():
+        return KVAttention(metal_device)
+    return None
 
 
 def _floats(array: mx.array) -> NDArray[np.float32]:
