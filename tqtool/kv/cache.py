@@ -9,6 +9,7 @@ Importing this module makes the classes known to ``mlx_lm.models.cache.load_prom
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter
 from typing import Any
 
@@ -30,7 +31,7 @@ STEP = 256
 """Tokens that room is made for at a time."""
 
 
-class _StartingCache(stock._BaseCache):  # type: ignore[misc]
+class _StartingCache(stock._BaseCache, ABC):  # type: ignore[misc]
     """A cache that keeps float tokens until there are ``start`` of them, and packs all of them then."""
 
     def __init__(self, scheme: KVScheme, start: int) -> None:
@@ -48,8 +49,9 @@ class _StartingCache(stock._BaseCache):  # type: ignore[misc]
         self._append(keys, values)
         return False
 
+    @abstractmethod
     def _append(self, keys: mx.array, values: mx.array) -> None:
-        raise NotImplementedError
+        """Pack new tokens and keep them."""
 
     def is_trimmable(self) -> bool:
         """Yes: every token is packed alone."""
