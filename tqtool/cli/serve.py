@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def serve(
-        model: str = typer.Argument(..., help="Artifact, model folder or hub id."),
+        model: str = typer.Argument(..., metavar="MODEL", help="Artifact, model folder or hub id."),
         host: str = typer.Option("127.0.0.1", "--host", help="Address to listen on; only this machine by default."),
         port: int = typer.Option(8080, "--port", min=0, max=65535, help="0 takes a free one."),
         name: str | None = typer.Option(None, "--name", help="Id of the model; by default its folder's name."),
