@@ -12,6 +12,8 @@ from tests.support.tiny_models import write_tiny
 from tqtool.errors import SourceError
 from tqtool.source.checkpoint import ROPE_WARNING, open_checkpoint
 from tqtool.source.config import rope_updates
+from tqtool.source.mlx_lm import behaviour_warnings
+from tqtool.source.mlx_lm_settings import setting_refusal
 
 PLAIN = {"rope_type": "default", "rope_theta": 500000.0}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
@@ -84,3 +86,44 @@ def test_an_opened_checkpoint_has_them_and_says_so(tmp_path: Path) -> None:
     assert checkpoint.config["rope_theta"] == 500000.0
     assert checkpoint.config["rope_parameters"] == PLAIN
     assert checkpoint.warnings == (ROPE_WARNING,)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "gemma3_text", "num_hidden_layers": 3}, "needs at least sliding_window_pattern, 6"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.4, "head_dim": 64}, "25 of 64 dimensions"),
+        (
+            {
+                "model_type": "qwen3_5",
+                "text_config": {
+                    "model_type": "qwen3_5_text",
+                    "rope_parameters": {"partial_rotary_factor": 0.4},
+                    "head_dim": 64,
+                },
+            },
+            "25 of 64 dimensions",
+        ),
+        ({"model_type": "granite", "embedding_multiplier": "x"}, "embedding_multiplier is 'x': expected a number"),
+    ],
+)
+def test_settings_that_mlx_lm_stumbles_over_are_refused_before_the_work(config, message):
+    assert message in str(setting_refusal(config))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window_pattern": 3},
+        {"model_type": "qwen3_5_text", "partial_rotary_factor": 0.25, "head_dim": 64},
+        {"model_type": "granite", "embedding_multiplier": 12},
+    ],
+)
+def test_settings_that_are_in_order(config):
+    assert setting_refusal(config) is None
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_hybrids_have_silu_whatever_is_said(kind):
+    config = {"model_type": kind.removesuffix("_text"), "text_config": {"model_type": kind, "hidden_act": "gelu"}}
+    assert any("always uses silu" in line for line in behaviour_warnings(config))

@@ -28,7 +28,8 @@ _MLX_LM_ALIASES: Final = {
     "xverse": "llama",
 }
 # These have SwiGLU built in, whatever hidden_act says.
-_SWIGLU: Final = frozenset({"granite", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"})
+_HYBRIDS: Final = frozenset({"qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
+_SWIGLU: Final = _HYBRIDS | {"granite", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"}
 # These attend to everything: mistral and smollm3 run as llama, which slides only where layer_types says so.
 _NO_SLIDING: Final = frozenset({"mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"})
 _ALWAYS_SLIDE: Final = frozenset({"mistral", "mixtral", "phi3"})  # in the authors' code: wherever there is a window

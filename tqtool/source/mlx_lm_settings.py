@@ -36,6 +36,7 @@ _NO_ATTENTION_BIAS: Final = frozenset({"qwen3", "qwen3_moe"})
 _NO_ROPE_SCALING: Final = frozenset({"mixtral", "qwen3_moe"})
 _ROUTERS_AT_EIGHT: Final = frozenset({"qwen3_moe", "qwen3_5_moe"})
 _PHI3_ROPE: Final = ("longrope", "su")
+_PARTIAL_ROTARY: Final = frozenset({"phi3", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
 # ``mlx_lm.convert`` packs these at 8 bits whatever was asked for: their weights are small, nvfp4's scales would vanish.
 _EIGHT_BITS: Final = {"granite": ("*.o_proj", "*.down_proj", "lm_head")}
 
@@ -78,8 +79,47 @@ def setting_refusal(config: Mapping[str, Any]) -> str | None:
         return f"attention_bias is true; mlx-lm's {kind} has no attention biases"
     if kind in _NO_HEAD_DIM and head_dim and heads and hidden and head_dim != hidden // heads:
         return f"head_dim is {head_dim}; mlx-lm's {kind} has only hidden_size / num_attention_heads, {hidden // heads}"
-    if kind == "phi3":
+    part = text_config(config)
+    refusal = _pattern_refusal(part) or _rotary_size_refusal(part) or _multiplier_refusal(part)
+    if refusal is None and kind == "phi3":
         return _phi3_rope_refusal(config.get("rope_scaling"))
+    return refusal
+
+
+def _pattern_refusal(part: Mapping[str, Any]) -> str | None:
+    """Gemma 3 in mlx-lm takes the mask of full attention from the cache of layer ``sliding_window_pattern`` - 1."""
+    if part.get("model_type") != "gemma3_text":
+        return None
+    layers, pattern = part.get("num_hidden_layers"), part.get("sliding_window_pattern", 6)
+    if isinstance(layers, int) and isinstance(pattern, int) and layers < pattern:
+        return f"num_hidden_layers is {layers}; mlx-lm's gemma3_text needs at least sliding_window_pattern, {pattern}"
+    return None
+
+
+def _rotary_size_refusal(part: Mapping[str, Any]) -> str | None:
+    """mlx-lm rotates ``int(head_dim · partial_rotary_factor)`` dimensions, in pairs."""
+    if part.get("model_type") not in _PARTIAL_ROTARY:
+        return None
+    rope = part.get("rope_parameters") or {}
+    factor = part.get("partial_rotary_factor", rope.get("partial_rotary_factor"))
+    heads, hidden = part.get("num_attention_heads"), part.get("hidden_size")
+    size = part.get("head_dim") or (
+        hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else 0
+    )
+    if isinstance(factor, float) and isinstance(size, int) and int(size * factor) % 2:
+        return f"partial_rotary_factor is {factor}: {int(size * factor)} of {size} dimensions, which do not pair up"
+    return None
+
+
+def _multiplier_refusal(part: Mapping[str, Any]) -> str | None:
+    for key, default in _STATED.get(str(part.get("model_type")), {}).items():
+        value = part.get(key, default)
+        if (
+            isinstance(default, float)
+            and value is not None
+            and (isinstance(value, bool) or not isinstance(value, int | float))
+        ):
+            return f"{key} is {value!r}: expected a number"
     return None
 
 
