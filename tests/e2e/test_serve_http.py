@@ -91,6 +91,55 @@ def test_what_is_wrong_has_a_status_and_the_shape_of_openai(server, method, path
     assert set(answer["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", rb'{"prompt": "a\ud800", "max_tokens": 2}', "prompt"),
+        ("/v1/completions", b'{"prompt": "a\xed\xa0\x80"}', "prompt"),
+        ("/v1/completions", rb'{"prompt": "a", "model": "\udc00"}', "model"),
+        ("/v1/completions", rb'{"prompt": "a", "stop": ["b", "\udfff\ud800"]}', "stop.1"),
+        ("/v1/completions", rb'{"prompt": "a", "user": "\udbff"}', "user"),
+        ("/v1/completions", rb'{"prompt": "a", "\ud800": 1}', None),
+        ("/v1/completions", rb'{"prompt": "a", "metadata": {"b": {"\ud800": 1}}}', "metadata.b"),
+        ("/v1/chat/completions", rb'{"messages": [{"role": "user", "content": "\ud800"}]}', "messages.0.content"),
+        (
+            "/v1/chat/completions",
+            rb'{"messages": [{"role": "assistant", "tool_calls": '
+            rb'[{"function": {"name": "f", "arguments": "{\"a\": \"\\ud800\"}"}}]}]}',
+            "messages",
+        ),
+    ],
+)
+def test_half_a_surrogate_pair_is_refused_wherever_it_stands(server, path, body, param):
+    status, _, answer = ask(server, "POST", path, body)
+    assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, param, "invalid_value")
+    assert "surrogate" in answer["error"]["message"]
+
+
+def test_a_whole_surrogate_pair_is_a_character(server):
+    status, _, answer = ask(server, "POST", "/v1/completions", rb'{"prompt": "\ud83d\ude00", "max_tokens": 1}')
+    assert (status, answer["usage"]["prompt_tokens"]) == (200, 4)
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (b"[]", "found an array"),
+        (b"null", "found null"),
+        (b"true", "found a boolean"),
+        (b"1e3", "found a number"),
+        (b'"a"', "found a string"),
+        (b'{"prompt": "a", "temperature": NaN}', "NaN is no JSON"),
+        (b'{"prompt": "a", "logit_bias": {"1": -Infinity}}', "-Infinity is no JSON"),
+        (b"[" * 9000, "nested too deeply"),
+    ],
+)
+def test_a_body_that_is_no_object_is_told_in_words_of_json(server, body, found):
+    status, _, answer = ask(server, "POST", "/v1/completions", body)
+    assert (status, answer["error"]["code"]) == (400, "invalid_json")
+    assert found in answer["error"]["message"]
+
+
 def test_a_body_without_a_length_is_bounded_too(server):
     connection = connect(server)
     parts = (b"x" * 1000 for _ in range(100))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from tqtool.serve.model_format import parse_tool_call
 from tqtool.serve.token_text import REPLACEMENT, TokenText
 
 TEXT = "Grüße, 世界 😀👩‍👩‍👧 the the end"
@@ -109,6 +112,13 @@ def test_a_tokenizer_written_in_python_goes_through_mlx_lm():
     assert "".join(pieces) == TEXT
     assert not any(REPLACEMENT in piece for piece in pieces)
     assert table.token_bytes(ord("a")) == b"a"
+
+
+def test_a_call_that_is_no_unicode_is_text():
+    tokenizer = SimpleNamespace(has_tool_calling=False)
+    call = '{"name": "f", "arguments": {"a": "%s"}}'
+    assert parse_tool_call(tokenizer, call % r"\ud83d\ude00", []) == [{"name": "f", "arguments": '{"a": "😀"}'}]
+    assert parse_tool_call(tokenizer, call % r"\ud83d", []) is None
 
 
 def test_the_alphabet_is_the_one_of_the_library():

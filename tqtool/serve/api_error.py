@@ -46,6 +46,13 @@ def unsupported(param: str, message: str) -> ApiError:
     )
 
 
+def not_unicode(param: str) -> ApiError:
+    """400 for a lone surrogate in the string at ``param``; empty where a name at the top of the body has it."""
+    detail = "a lone surrogate (\\ud800 to \\udfff outside of a pair) is no character of Unicode"
+    message = f"Invalid '{param}': {detail}" if param else f"Invalid name of a parameter: {detail}"
+    return ApiError(status=400, message=message, code="invalid_value", param=param or None)
+
+
 def unavailable(message: str, retry_after: int) -> ApiError:
     """503 with ``Retry-After``; OpenAI's client waits so long and tries again."""
     headers = {"retry-after": str(retry_after)}

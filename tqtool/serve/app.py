@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
 import secrets
 import time
@@ -23,7 +22,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tqtool.serve.api_error import ApiError, broken, from_validation, unavailable
+from tqtool.serve import strict_json
+from tqtool.serve.api_error import ApiError, broken, from_validation, not_unicode, unavailable
 from tqtool.serve.engine import Engine
 from tqtool.serve.jobs import Request as Wanted
 from tqtool.serve.metrics import CONTENT_TYPE, Metrics
@@ -315,14 +315,16 @@ def _too_large(limit: int) -> ApiError:
 
 def _json(raw: bytes) -> Any:
     try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, ValueError) else "nested too deeply"
-        message = f"We could not parse the JSON body of your request: {reason}."
+        value = strict_json.parse(raw)
+    except ValueError as error:
+        message = f"We could not parse the JSON body of your request: {error}."
         raise ApiError(status=400, message=message, code="invalid_json") from error
     if not isinstance(value, dict):
-        message = f"Expected a JSON object, found {type(value).__name__}."
+        message = f"Expected a JSON object, found {strict_json.kind(value)}."
         raise ApiError(status=400, message=message, code="invalid_json")
+    at = strict_json.lone_surrogate(value)
+    if at is not None:
+        raise not_unicode(".".join(map(str, at)))
     return value
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from tqtool.serve import strict_json
 from tqtool.serve.api_error import bad_value, unsupported
 from tqtool.serve.schema import Message, TextPart
 from tqtool.source.config import text_config
@@ -58,7 +59,8 @@ def parse_tool_call(tokenizer: Any, text: str, tools: list[dict[str, Any]]) -> l
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         calls.append({"name": call["name"], "arguments": arguments})
-    return calls
+    # Models may write half a surrogate pair, too; no answer can carry one.
+    return calls if strict_json.lone_surrogate(calls) is None else None
 
 
 def effort_kwargs(effort: str, template: str) -> dict[str, Any]:
@@ -93,7 +95,9 @@ def template_message(message: Message, template: str) -> dict[str, Any]:
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
     try:
-        arguments = json.loads(call["function"]["arguments"] or "{}")
+        arguments = strict_json.parse(call["function"]["arguments"] or "{}")
     except ValueError as error:
         raise bad_value("messages", "'tool_calls': arguments are no JSON") from error
+    if strict_json.lone_surrogate(arguments) is not None:
+        raise bad_value("messages", "'tool_calls': arguments hold a lone surrogate, which is no character of Unicode")
     return call | {"function": call["function"] | {"arguments": arguments}}
