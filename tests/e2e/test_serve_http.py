@@ -15,6 +15,8 @@ import pytest
 from tests.support.http_server import serving
 from tests.support.scripted_model import LOOP, write_scripted
 from tqtool.runtime.load import load
+from tqtool.serve.reply import CompletionReply
+from tqtool.serve.served import Served
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +164,32 @@ def metric(server, name):
     _, headers, text = ask(server, "GET", "/metrics")
     assert headers["content-type"].startswith("text/plain; version=0.0.4")
     return float(next(line for line in text.splitlines() if line.startswith(name + " ")).split()[-1])
+
+
+@pytest.mark.parametrize("fault", ["before", "after", "refusal"])
+def test_the_status_that_is_counted_is_the_one_sent(server, monkeypatch, caplog, fault):
+    """A fault of ours is one 500, also where the answer or the refusal was made and cannot be written."""
+
+    def broken(*arguments, **named):
+        raise TypeError("a fault of ours")
+
+    counted = {status: count(server, status) for status in (200, 400, 500)}
+    if fault == "before":
+        monkeypatch.setattr(Served, "completion", broken)
+    elif fault == "after":
+        monkeypatch.setattr(CompletionReply, "whole", lambda reply: {"choices": "\ud800"})
+    else:
+        monkeypatch.setattr("tqtool.serve.api_error.ApiError.body", broken)
+    status = complete(server, max_tokens=2, **({"n": 2} if fault == "refusal" else {}))[0]
+    assert status == 500
+    assert {status: count(server, status) for status in (200, 400, 500)} == counted | {500: counted[500] + 1}
+
+
+def count(server, status):
+    try:
+        return metric(server, f'tqtool_requests_total{{endpoint="/v1/completions",status="{status}"}}')
+    except StopIteration:
+        return 0
 
 
 def test_a_connection_is_used_again(server):

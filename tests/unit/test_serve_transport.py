@@ -122,3 +122,16 @@ def test_a_connection_that_breaks_while_sending_ends_the_work():
         assert client.job.cancelled
 
     asyncio.run(session())
+
+
+def test_a_fault_of_ours_in_a_stream_is_counted_as_one():
+    async def session():
+        client = Client()
+        task = client.start()
+        client.queue.put_nowait(Piece(segments=(None,)))
+        with pytest.raises(AttributeError):
+            await asyncio.wait_for(task, 5)
+        assert client.over == [500]
+        assert client.job.cancelled
+
+    asyncio.run(session())

@@ -129,10 +129,16 @@ class _Server:
         return await self._counted(request, self._chat)
 
     async def _counted(self, request: Request, handler: Callable[[Request], Awaitable[Response]]) -> Response:
+        path = request.url.path
         try:
-            return await handler(request)
-        except ApiError as error:
-            self._metrics.answered(request.url.path, error.status, 0.0)
+            try:
+                return await handler(request)
+            except ApiError as error:
+                refusal = await _api_error(request, error)  # made here: what cannot be written is a 500
+                self._metrics.answered(path, refusal.status_code, 0.0)
+                return refusal
+        except Exception:
+            self._metrics.answered(path, 500, 0.0)  # as _Outermost sends it
             raise
 
     async def _complete(self, request: Request) -> Response:
@@ -195,8 +201,9 @@ class _Server:
         if whole is None:
             over(499)
             return Response(status_code=499)
-        over(200)
-        return JSONResponse(whole)
+        response = JSONResponse(whole)  # written before it is counted
+        over(response.status_code)
+        return response
 
     def _head(self, kind: str) -> Head:
         return Head(kind=kind, model=self._served.name, fingerprint=self._fingerprint)

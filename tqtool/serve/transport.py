@@ -88,7 +88,8 @@ class EventStream:
         events: Of the job.
         reply: Makes chunks of them.
         include_usage: A last chunk with the usage.
-        over: Called with the HTTP status that tells how it ended (499: the client left).
+        over: Called with the HTTP status that tells how it ended (499: the client left; after a 200
+            went out, an error event's status, or 500 where a fault of ours broke the stream off).
     """
 
     def __init__(self, events: Events, reply: Reply, *, include_usage: bool, over: Callable[[int], None]) -> None:
@@ -108,6 +109,9 @@ class EventStream:
                 status = await pump
         except OSError:
             pass  # the connection broke while sending
+        except Exception:
+            status = 500
+            raise
         finally:
             self._events.job.cancel()
             await _drop(pump, gone)
