@@ -82,6 +82,8 @@ def wait_until(condition, seconds=20.0):
         ("POST", "/v1/completions", {"prompt": ["a", "b"]}, {}, 400, "invalid_value"),
         ("POST", "/v1/completions", {"prompt": "a", "best_of": 2}, {}, 400, "unsupported_parameter"),
         ("POST", "/v1/completions", {"prompt": "a", "suffix": "b"}, {}, 400, "unsupported_parameter"),
+        ("POST", "/v1/completions", {"prompt": "a", "stop": [""]}, {}, 400, "invalid_value"),
+        ("POST", "/v1/completions", {"prompt": "a", "stop": ""}, {}, 400, "invalid_value"),
         ("POST", "/v1/completions", {"prompt": "a", "max_tokens": 0}, {}, 400, "invalid_value"),
         ("GET", "/v1/completions", None, {}, 405, "method_not_allowed"),
         ("POST", "/v1/embeddings", {}, {}, 404, "unknown_url"),
@@ -140,6 +142,25 @@ def test_a_body_that_is_no_object_is_told_in_words_of_json(server, body, found):
     status, _, answer = ask(server, "POST", "/v1/completions", body)
     assert (status, answer["error"]["code"]) == (400, "invalid_json")
     assert found in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "param", "detail"),
+    [
+        ({"prompt": 5}, "prompt", "expected a string or an array"),
+        ({"prompt": "a" * 2000}, "prompt", "This model's maximum context length is 1024 tokens"),
+        ({"temperature": "much"}, "temperature", "expected a number"),
+        ({"stop": False}, "stop", "expected a string or an array"),
+        ({"stop": ["a", 5]}, "stop.1", "expected a string"),
+        ({"stop": ["a"] * 17}, "stop", "List should have at most 16 items"),
+        ({"stop": ["a", ""]}, "stop", "an empty stop string"),
+        ({"stream_options": 1}, "stream_options", "expected an object"),
+    ],
+)
+def test_a_wrong_value_is_told_by_its_name_and_what_is_expected(server, parameters, param, detail):
+    status, _, answer = complete(server, **parameters)
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert answer["error"]["message"].removeprefix(f"Invalid '{param}': ").startswith(detail)
 
 
 def test_a_body_without_a_length_is_bounded_too(server):

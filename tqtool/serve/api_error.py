@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 
 @dataclass(kw_only=True, eq=False)
@@ -66,8 +67,12 @@ def broken(message: str) -> ApiError:
 
 def from_validation(error: ValidationError) -> ApiError:
     """The first fault of a request body in OpenAI's words."""
-    fault = error.errors(include_url=False, include_context=False)[0]
-    param = ".".join(str(part) for part in fault["loc"] if not _is_variant(part))
+    faults = error.errors(include_url=False, include_context=False)
+    fault, param = faults[0], _param(faults[0])
+    if param and _is_variant(fault["loc"][-1]):
+        # Of a union pydantic tells what each member finds. One that found no wrong type here has the right one.
+        other = next((one for one in faults if _is_inside(one, param)), fault)
+        fault, param = other, _param(other)
     kind = fault["type"]
     if kind == "extra_forbidden":
         return ApiError(status=400, message=f"Unknown parameter: '{param}'.", code="unknown_parameter", param=param)
@@ -76,8 +81,21 @@ def from_validation(error: ValidationError) -> ApiError:
         return ApiError(status=400, message=message, code="missing_required_parameter", param=param)
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     detail = fault["msg"].removeprefix("Value error, ")
+    if code == "invalid_type":
+        # dict.fromkeys: each once, in order.
+        types = dict.fromkeys(_TYPES.get(one["type"], one["type"]) for one in faults if _param(one) == param)
+        detail = f"expected {' or '.join(types)}"
     where = f"Invalid '{param}': " if param else ""
     return ApiError(status=400, message=f"{where}{detail}", code=code, param=param or None)
+
+
+def _param(fault: ErrorDetails) -> str:
+    return ".".join(str(part) for part in fault["loc"] if not _is_variant(part))
+
+
+def _is_inside(fault: ErrorDetails, param: str) -> bool:
+    found = _param(fault)
+    return found.startswith(f"{param}.") or (found == param and not fault["type"].endswith("_type"))
 
 
 def _is_variant(part: str | int) -> bool:
@@ -86,3 +104,13 @@ def _is_variant(part: str | int) -> bool:
 
 
 _VARIANTS = frozenset({"str", "int", "float", "bool", "dict", "TextPart", "OtherPart"})
+_TYPES = {
+    "bool_type": "a boolean",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_type": "an integer",
+    "list_type": "an array",
+    "model_type": "an object",
+    "string_type": "a string",
+}
+"""Pydantic's names of faults, as JSON calls what was expected."""

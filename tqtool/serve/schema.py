@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 MAX_STOPS = 16
 """OpenAI takes 4; programs written for local models send more."""
@@ -56,6 +56,13 @@ class CommonBody(_Strict):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
+    @field_validator("stop")
+    @classmethod
+    def _stops_say_something(cls, stop: Stop | None) -> Stop | None:
+        if stop is not None and "" in ([stop] if isinstance(stop, str) else stop):
+            raise ValueError("an empty stop string would end every answer before it begins; leave it out")
+        return stop
+
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> CommonBody:
         if self.stream_options is not None and not self.stream:
@@ -64,9 +71,8 @@ class CommonBody(_Strict):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings; empty ones are none."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(text for text in given if text)
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 class CompletionBody(CommonBody):

@@ -99,7 +99,7 @@ class Served:
         given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         return Request(
             prompt=tokens,
-            max_tokens=self._max_tokens(len(tokens), given, None, least=1),
+            max_tokens=self._max_tokens("messages", len(tokens), given, None, least=1),
             sampling=self._sampling(body),
             stops=body.stops,
             format=Format(think=think, tool=tool, initial=REASONING if opened else CONTENT),
@@ -121,7 +121,9 @@ class Served:
         scored = echo and body.logprobs is not None
         return Request(
             prompt=tokens,
-            max_tokens=self._max_tokens(len(tokens), body.max_tokens, OPENAI_COMPLETION_TOKENS, least=0 if echo else 1),
+            max_tokens=self._max_tokens(
+                "prompt", len(tokens), body.max_tokens, OPENAI_COMPLETION_TOKENS, least=0 if echo else 1
+            ),
             sampling=self._sampling(body),
             stops=body.stops,
             top=body.logprobs,
@@ -168,7 +170,8 @@ class Served:
             raise bad_value("prompt", "it is empty, and this model's tokenizer has no token to begin with")
         return tokens
 
-    def _max_tokens(self, prompt: int, asked: int | None, default: int | None, *, least: int) -> int:
+    def _max_tokens(self, param: str, prompt: int, asked: int | None, default: int | None, *, least: int) -> int:
+        """Tokens of the answer; ``param`` is where the prompt's tokens came from."""
         context, limit = self.limits.context, self.limits.max_tokens
         left = context - prompt
         if left < least or left < 0:
@@ -176,7 +179,7 @@ class Served:
                 f"This model's maximum context length is {context} tokens. However, your prompt has {prompt} tokens"
                 f"{', and nothing is left for an answer' if prompt == context else ''}. Please shorten it."
             )
-            raise ApiError(status=400, message=message, code="context_length_exceeded", param="messages")
+            raise ApiError(status=400, message=message, code="context_length_exceeded", param=param)
         if asked is None:
             return max(least, min(bound for bound in (left, default, limit) if bound is not None))
         if asked < least:
