@@ -274,6 +274,14 @@ def test_browsers_may_call_from_named_pages_only(loaded, server):
         assert ask(open_server, "OPTIONS", "/v1/chat/completions", headers=preflight)[0] == 400
 
 
+def refused(server):
+    try:
+        ask(server, "GET", "/health")
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
 def test_the_end_lets_short_answers_finish_and_ends_long_ones_in_order(loaded):
     class Slow:
         def __call__(self, *arguments, **named):
@@ -289,6 +297,7 @@ def test_the_end_lets_short_answers_finish_and_ends_long_ones_in_order(loaded):
         thread.start()
         wait_until(lambda: server.engine.running == 2)
         server.stop()
+        wait_until(lambda: refused(server))
         thread.join(30)
         lines = stream.read().decode().split("\n\n")
         connection.close()
@@ -312,4 +321,4 @@ def test_a_fault_in_one_request_does_not_end_the_others(loaded, caplog):
         assert ask(server, "GET", "/health")[2]["status"] == "failing"
         server.engine._tools = working
         assert complete(server)[0] == 200
-        wait_until(lambda: ask(server, "GET", "/health")[0] == 200)  # said just after the answer is out
+        assert ask(server, "GET", "/health")[0] == 200

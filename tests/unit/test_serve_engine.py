@@ -14,7 +14,7 @@ from tqtool.runtime.load import load
 from tqtool.serve.answer import Piece
 from tqtool.serve.caches import choose_caches
 from tqtool.serve.engine import Busy, Engine, EngineOptions, Stopping
-from tqtool.serve.jobs import Ended, Failed, Request
+from tqtool.serve.jobs import Begun, Ended, Failed, Request
 from tqtool.serve.prefix_store import PrefixStore
 from tqtool.serve.sampling import Sampling
 
@@ -108,6 +108,23 @@ def test_scores_are_those_of_the_model(loaded):
     )
     best = np.argsort(-expected[:-1], axis=1)[:, :2]
     assert [tuple(token for token, _ in score.top) for score in scores[1:]] == [tuple(row) for row in best.tolist()]
+
+
+def test_the_engine_is_ready_when_the_last_event_comes(loaded):
+    with engine_of(loaded) as engine:
+        answer(engine)
+        seen = []
+
+        def emit(event):
+            if isinstance(event, Begun):
+                engine.ready, engine.failure = False, "broke"  # as the request before had left it
+            if isinstance(event, Ended):
+                seen.append((engine.ready, engine.failure))
+
+        job = engine.submit(Request(prompt=PROMPT, max_tokens=2), emit)
+        outcome(begin(engine)[1])
+        del job
+    assert seen == [(True, None)]
 
 
 def test_the_queue_has_an_end(loaded):

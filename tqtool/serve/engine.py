@@ -72,6 +72,7 @@ class Engine:
             make_caches=options.make_caches,
             prefixes=self.prefixes,
             watcher=watcher or NoWatcher(),
+            succeeded=self._succeeded,
         )
         self._hello = tuple(loaded.tokenizer.encode("Hello")) or (0,)
         self.ready = False
@@ -206,10 +207,11 @@ class Engine:
             log.exception("a request failed")
             self._failed(job, f"{type(error).__name__}: {error}".splitlines()[0])
             return False
-        if not going_on:
-            self.ready, self.failure = True, None
-            self._seconds += 0.2 * (time.monotonic() - job.created - self._seconds)
         return going_on
+
+    def _succeeded(self, job: Job) -> None:
+        self.ready, self.failure = True, None
+        self._seconds += 0.2 * (time.monotonic() - job.created - self._seconds)
 
     def _failed(self, job: Job, reason: str) -> None:
         was_check = isinstance(job, _SelfCheck)

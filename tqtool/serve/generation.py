@@ -62,6 +62,8 @@ class Tools:
         make_caches: An empty cache.
         prefixes: Caches of earlier prompts.
         watcher: Told about progress.
+        succeeded: Called with each job that ran to its end, before its last event goes out: whoever has that may ask
+            at once how the server is.
     """
 
     model: Any
@@ -70,6 +72,7 @@ class Tools:
     make_caches: Callable[[], list[Any]]
     prefixes: PrefixStore
     watcher: Watcher
+    succeeded: Callable[[Job], None]
 
 
 class Generation:
@@ -195,6 +198,7 @@ class Generation:
 
     def _end(self, finish: Finish, count: int, reasoning: int) -> None:
         usage = Usage(prompt=len(self.job.request.prompt), cached=self._cached, completion=count, reasoning=reasoning)
+        self._tools.succeeded(self.job)
         self.job.emit(Ended(finish=finish, usage=usage))
 
 
