@@ -128,6 +128,10 @@ def test_the_tower_is_repeated_where_optiq_looks_for_it(
     alone.run()
     assert not (tmp_path / "alone" / "optiq").exists()
     assert "optiq_vision" not in json.loads((tmp_path / "alone" / "config.json").read_text())
+    plain = dense(source, tmp_path / "dense")
+    again = plan_convert(ConvertRequest(source=str(plain), out=tmp_path / "again", vision_sidecar=False))
+    assert "optiq_vision" in again.checkpoint.config
+    assert "optiq_vision" not in again.config  # a file of the source's folder, which is not taken along
     told = run(capsys, monkeypatch, "convert", source, tmp_path / "x", "--dry-run").out
     assert "--no-vision-sidecar leaves optiq/optiq_vision.safetensors out" in told
 

@@ -12,7 +12,7 @@ from tqtool.transform.folds import Shift
 from tqtool.transform.layout import Layout, Parameter, is_zero_centred, read_text
 from tqtool.transform.nested import PREFIX, nested_names, renamed_stack
 from tqtool.transform.outputs import DroppedTensor, OutputTensor
-from tqtool.transform.tower import keys_without_tower, read_tower
+from tqtool.transform.tower import outdated_keys, read_tower
 
 NORMS_AROUND_ZERO = (
     *(Slot.ATTENTION_NORM, Slot.MLP_NORM, Slot.FINAL_NORM, Slot.INNER_NORM),
@@ -66,7 +66,7 @@ def _read_nested(family: Family, shapes: Mapping[str, tuple[int, ...]], config: 
         gain_offset=1.0 if is_shifted else 0.0,
         neutral_gain=1.0,
         prefix=PREFIX,
-        config_updates={**_nested_updates(config, is_tied=plain.is_tied), **keys_without_tower(names.tower, config)},
+        config_updates={**_nested_updates(config, is_tied=plain.is_tied), **outdated_keys(names.tower, config)},
     )
 
 

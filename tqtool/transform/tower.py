@@ -21,6 +21,7 @@ VISION_KEYS = (
     *("vision_start_token_id", "vision_end_token_id"),
 )
 """Of config.json, which announce a tower."""
+_SIDECAR_KEY = "optiq_vision"
 IN_CHANNELS = 3
 """Of an image, where vision_config does not say."""
 _PATCHES = "patch_embed.proj.weight"
@@ -103,9 +104,14 @@ def tower_tensors(vision: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, .
     yield from _linear(_SEAM, n_out, merged)
 
 
-def keys_without_tower(names: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, None]:
-    """Keys of config.json that announce a tower which is not there; None takes a key out."""
-    return {} if names else {key: None for key in VISION_KEYS if key in config}
+def outdated_keys(names: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, None]:
+    """Keys of config.json that announce what is not there; None takes a key out.
+
+    Without a tower, those that tell of one; in any case the one of a file beside the source's shards, which is stated
+    anew where such a file is written.
+    """
+    outdated = (_SIDECAR_KEY,) if names else (*VISION_KEYS, _SIDECAR_KEY)
+    return {key: None for key in outdated if key in config}
 
 
 def _vision_config(names: Mapping[str, str], config: Mapping[str, Any]) -> Mapping[str, Any]:
