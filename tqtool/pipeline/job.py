@@ -28,6 +28,7 @@ from tqtool.source.checks import check_finite, require_json
 from tqtool.source.mlx_lm import refuse_unservable
 from tqtool.transform.claim import COMPANION_REASON
 from tqtool.transform.plan import OutputTensor, TransformPlan
+from tqtool.transform.tower import VISION_KEYS
 
 Choose = Callable[[OutputTensor], Quantizer]
 
@@ -288,17 +289,21 @@ def _require_separate(source: Path, out: Path) -> None:
 
 
 def _left_out(transform: TransformPlan, companion: Job | None) -> tuple[str, ...]:
-    """A note for what the artifact leaves out; rotary tables, one a layer, are named once."""
+    """Notes for what the artifact leaves out; rotary tables, one a layer, are named once."""
     kept = {} if companion is None else companion.checkpoint.tensors
     reasons: dict[str, list[str]] = {}
     for dropped in transform.dropped:
         if dropped.name in kept and dropped.reason == COMPANION_REASON:
             continue
         reasons.setdefault(dropped.reason, []).append(dropped.name)
-    return tuple(
+    notes = [
         f"left out: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} ({reason})"
         for reason, names in reasons.items()
-    )
+    ]
+    announced = [key for key, value in transform.config_updates.items() if value is None and key in VISION_KEYS]
+    if announced:
+        notes.append(f"left out of config.json: {', '.join(announced)} (the checkpoint holds no vision tower)")
+    return tuple(notes)
 
 
 def _present(*notes: str | None) -> tuple[str, ...]:
