@@ -227,5 +227,5 @@ def test_what_cannot_be_is_said(source: Path, tmp_path: Path) -> None:
     found = json.loads(config.read_text())
     found["text_config"]["mtp_num_hidden_layers"] = 2
     config.write_text(json.dumps(found))
-    with pytest.raises(SourceError, match=r"missing tensors: model\.layers\.1"):
+    with pytest.raises(SourceError, match=r"missing tensors: layers\.1"):
         written(wrong, tmp_path / "out")

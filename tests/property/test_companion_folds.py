@@ -254,11 +254,17 @@ def test_another_seed_than_the_trunk_s_shows() -> None:
 def test_what_does_not_fit_is_named() -> None:
     trunk, head = pair(CONFIG)
     del head["mtp.fc.weight"]
-    with pytest.raises(SourceError, match=r"companion of model_type 'qwen3_5'.*missing tensors: fc\.weight"):
+    with pytest.raises(SourceError, match=r"companion of model_type 'qwen3_5'.*missing tensors: mtp\.fc\.weight\n"):
         plan(CONFIG, trunk, head)
     wide = {**pair(CONFIG)[1], "mtp.embed_tokens.weight": np.zeros((50, 36))}
-    with pytest.raises(SourceError, match=r"tensors no rule claims: embed_tokens\.weight"):
+    with pytest.raises(SourceError, match=r"tensors no rule claims: mtp\.embed_tokens\.weight"):
         plan(CONFIG, trunk, wide)
+    more = {**pair(CONFIG)[1], "mtp.layers.1.foo.weight": np.zeros(36), "mtp.norm.weight": np.zeros(35)}
+    with pytest.raises(SourceError, match=r"claims: mtp\.layers\.1\.foo\.weight; shapes .*: mtp\.norm\.weight: exp"):
+        plan(CONFIG, trunk, more)
+    nested = {f"model.{name}": array for name, array in pair(CONFIG)[1].items() if "q_proj" not in name}
+    with pytest.raises(SourceError, match=r"missing tensors: model\.mtp\.layers\.0\.self_attn\.q_proj\.weight"):
+        plan(CONFIG, trunk, nested)
     with pytest.raises(SourceError, match="two spellings"):
         plan(CONFIG, trunk, {**pair(CONFIG)[1], "fc.weight": np.zeros((36, 72))})
     llama = random_config("llama")

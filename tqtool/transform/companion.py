@@ -94,8 +94,15 @@ def plan_companion(
     geometry = read_geometry(family, text)
     inside = {_inside(place): source.shapes[name] for place, name in places.items()}
     parameters = tuple(_parameters(family, geometry, text, inside))
-    require_complete(f"a companion of model_type {family.model_type!r}", inside, parameters, ())
     spelled = {_inside(place): name for place, name in places.items()}
+    before = _before(places)
+    require_complete(
+        f"a companion of model_type {family.model_type!r}",
+        inside,
+        parameters,
+        (),
+        lambda name: spelled.get(name) or before + (name.removeprefix(_STEM) if name.startswith(_STEM) else name),
+    )
     named = [_placed(parameter, spelled, source.gain_offset) for parameter in parameters]
     updates = {"hidden_tap": tap}
     if seed is None:
@@ -123,6 +130,11 @@ def place_of(name: str) -> str:
     """A companion tensor's name without what stands before and with ``mtp.``."""
     before, found, place = name.rpartition(COMPANION)
     return place if found and (not before or before.endswith(".")) else name
+
+
+def _before(places: Mapping[str, str]) -> str:
+    """What stands before the places in the source's names: nothing, ``mtp.`` or more."""
+    return next((name.removesuffix(place) for place, name in places.items()), "")
 
 
 def parse_tap(text: str) -> Tap:
