@@ -14,7 +14,7 @@ from tests.support.command import run
 from tests.support.companion_parity import drafts, exact_error, expected
 from tests.support.family_parity import mean_kl
 from tests.support.tensors import raw_tensors
-from tests.support.tiny_hybrid import tensors_of, write_with_companion
+from tests.support.tiny_hybrid import change, tensors_of, write_with_companion
 from tests.support.tiny_models import write_tiny
 from tqtool.artifact.verify import verify_artifact
 from tqtool.errors import ArtifactError, SourceError, UserError
@@ -148,6 +148,8 @@ def test_a_folded_source_is_packed_with_its_own_companion_and_no_other(source: P
         written(folded, tmp_path / "refused", source=str(other / "mtp"), seed=None)
     with pytest.raises(UserError, match="carries no rotation, its trunk rotations of seed 42"):
         written(folded, tmp_path / "refused", source=str(source), seed=None)
+    with pytest.raises(UserError, match="seed 7, the source trunk, before this run, carries no rotation;"):
+        written(source, tmp_path / "refused", source=str(other / "mtp"), seed=7)
     with pytest.raises(UserError, match="reads the hidden state at pre_norm, --mtp-tap asks for post_norm"):
         written(folded, tmp_path / "refused", tap="post_norm", seed=None)
 
@@ -229,3 +231,39 @@ def test_what_cannot_be_is_said(source: Path, tmp_path: Path) -> None:
     config.write_text(json.dumps(found))
     with pytest.raises(SourceError, match=r"missing tensors: layers\.1"):
         written(wrong, tmp_path / "out")
+
+
+def test_what_a_rotation_takes_from_drafts_is_said(source: Path, tmp_path: Path) -> None:
+    def lines(seed: int | None, tap: Any, trunk: Path = source) -> list[str]:
+        request = CompanionRequest(form="8", tap=tap)
+        job = plan_convert(ConvertRequest(source=str(trunk), out=tmp_path / "out", rotation_seed=seed, mtp=request))
+        return [note for note in job.plan.notes if "drafts differ" in note]
+
+    assert lines(None, "post_norm") == lines(None, "pre_norm") == []
+    (post,), (pre,) = lines(42, "post_norm"), lines(42, "pre_norm")
+    assert "final gain, and one scalar per token before fc, are lost" in post
+    assert "final gain is lost" in pre
+    folded = written(source, tmp_path / "folded")
+    manifest = json.loads((folded / "tqtool" / "manifest.json").read_text())
+    assert post in manifest["notes"]
+    assert lines(None, None, folded) == [post]  # of an earlier run
+    job = plan_convert(
+        ConvertRequest(
+            source=str(source),
+            out=tmp_path / "out",
+            rotation_seed=1,
+            dtype=DType.F32,
+            mtp=CompanionRequest(form="dense"),
+        )
+    )
+    assert job.plan.companion is not None
+    assert job.plan.companion.totals.bits_per_source_weight == 32  # the trunk's final gain is none of its weights
+
+
+def test_an_embedding_table_of_its_own_is_refused(tmp_path: Path) -> None:
+    source = write_with_companion(tmp_path / "source")
+    change(source, mtp_use_dedicated_embeddings=True)
+    with pytest.raises(SourceError, match=r"mtp_use_dedicated_embeddings is True: .* an embedding table of its own"):
+        written(source, tmp_path / "out")
+    change(source, mtp_use_dedicated_embeddings=False)
+    written(source, tmp_path / "out")

@@ -73,6 +73,7 @@ class JobExtras:
         journal: Folder that keeps finished tensors until the artifact is whole, for a run that may be killed.
         sidecars: Further safetensors files that repeat tensors of the shards, relative path → names.
         companion: The job of an artifact inside this one, its ``out`` a folder of ours.
+        borrowed: Tensors of another artifact that folds read: no weights of this one.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -91,6 +92,7 @@ class JobExtras:
     journal: Path | None = None
     sidecars: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     companion: Job | None = None
+    borrowed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +204,7 @@ def resolve_job(
         + sum(path.stat().st_size for path in checkpoint.files)
         + sum(stored[name].nbytes for names in extras.sidecars.values() for name in names)
         + (0 if inside is None else inside.totals.disk_bytes),
-        apart=apart,
+        apart=apart | extras.borrowed,
     )
     if inside is not None:
         peak = max(totals.peak_memory_bytes, inside.totals.peak_memory_bytes)

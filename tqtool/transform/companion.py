@@ -30,6 +30,7 @@ Tap = Literal["post_norm", "pre_norm"]
 """Where the trunk's hidden state is taken: behind its final norm, as mlx-vlm and vLLM do, or before it."""
 TAPS: tuple[Tap, ...] = ("post_norm", "pre_norm")
 DEPTH_KEY = "mtp_num_hidden_layers"
+DEDICATED_KEY = "mtp_use_dedicated_embeddings"
 _STEM = "model."
 
 FINAL_GAMMA_DROPPED = (
