@@ -17,7 +17,7 @@ from tests.support.tensors import raw_tensors
 from tests.support.tiny_hybrid import change, tensors_of, write_with_companion
 from tests.support.tiny_models import write_tiny
 from tqtool.artifact.verify import verify_artifact
-from tqtool.errors import ArtifactError, SourceError, UserError
+from tqtool.errors import ArtifactError, NumericalError, SourceError, UserError
 from tqtool.formats.dtypes import DType
 from tqtool.pipeline.companion import CompanionRequest, companion_request
 from tqtool.pipeline.convert import ConvertRequest, plan_convert
@@ -258,6 +258,27 @@ def test_what_a_rotation_takes_from_drafts_is_said(source: Path, tmp_path: Path)
     )
     assert job.plan.companion is not None
     assert job.plan.companion.totals.bits_per_source_weight == 32  # the trunk's final gain is none of its weights
+
+
+@pytest.mark.parametrize("form", ["dense", "8"])
+def test_what_cannot_be_folded_is_refused_before_anything_is_written(tmp_path: Path, form: Any) -> None:
+    source = write_with_companion(tmp_path / "source")
+    good = tensors_of(source)
+    final = next(name for name in good if name.endswith("language_model.norm.weight"))
+    change(source, good | {final: np.full_like(good[final], -1)})
+    request = CompanionRequest(form=form)
+    job = plan_convert(ConvertRequest(source=str(source), out=tmp_path / "out", rotation_seed=42, mtp=request))
+    with pytest.raises(NumericalError, match=r"norm\.weight: the trunk's final norm .* channels, the first 0;"):
+        job.check_source()  # before hours of work on the trunk
+    huge = {name: np.full_like(good[name], 1e30) for name in ("mtp.fc.weight", "mtp.pre_fc_norm_embedding.weight")}
+    change(source, good | huge)
+    with pytest.raises(NumericalError, match=r"fc\.weight, folded: .* are inf or NaN"):
+        written(source, tmp_path / "out", form)
+    if form == "dense":
+        change(source, good | {"mtp.fc.weight": np.full_like(good["mtp.fc.weight"], np.finfo(np.float32).max)})
+        with pytest.raises(NumericalError, match=r"fc\.weight as bf16: .* are inf or NaN"):
+            written(source, tmp_path / "out", seed=None, packing=None, dtype=DType.BF16)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_an_embedding_table_of_its_own_is_refused(tmp_path: Path) -> None:

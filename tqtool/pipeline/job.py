@@ -26,6 +26,7 @@ from tqtool.solve.quantizer import ConfigEntry, Quantizer, StoredTensor
 from tqtool.source.checkpoint import Checkpoint
 from tqtool.source.checks import check_finite, require_json
 from tqtool.source.mlx_lm import refuse_unservable
+from tqtool.transform.apply import require_unit_gains
 from tqtool.transform.claim import COMPANION_REASON
 from tqtool.transform.plan import OutputTensor, TransformPlan
 
@@ -123,13 +124,17 @@ class Job:
         """Read every source tensor once; a value that is not finite is found before any work, not in the middle of it.
 
         Raises:
-            NumericalError: a tensor holds an inf or a NaN.
+            NumericalError: a tensor holds an inf or a NaN, or a companion's gain cannot be folded.
             SourceError: a file cannot be read.
         """
         check_finite(self.checkpoint, progress)
         inside = self.extras.companion
-        if inside is not None and inside.checkpoint.path != self.checkpoint.path:
+        if inside is None:
+            return
+        if inside.checkpoint.path != self.checkpoint.path:
             check_finite(inside.checkpoint)
+        for output in inside.transform.outputs:
+            require_unit_gains(output, lambda name: inside.checkpoint.tensors[name].read())
 
     def run(
         self, progress: Progress = silent, check: Check | None = None, *, source_is_checked: bool = False
