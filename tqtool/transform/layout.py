@@ -8,7 +8,7 @@ for models that lie inside a larger one too.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -357,14 +357,18 @@ def require_complete(
     shapes: Mapping[str, tuple[int, ...]],
     parameters: tuple[Parameter, ...],
     dropped: tuple[DroppedTensor, ...],
+    spelled: Callable[[str], str] = str,
 ) -> None:
-    """Raise SourceError unless ``parameters`` and ``dropped`` claim all of ``shapes``; ``what`` they are said to be."""
+    """Raise SourceError unless ``parameters`` and ``dropped`` claim all of ``shapes``; ``what`` they are said to be.
+
+    ``spelled`` gives a name as the user's files have it.
+    """
     expected = dict(source for parameter in parameters for source in parameter.sources())
     claimed = expected.keys() | {drop.name for drop in dropped}
-    missing = [name for name in expected if name not in shapes]
-    leftover = [name for name in shapes if name not in claimed]
+    missing = [spelled(name) for name in expected if name not in shapes]
+    leftover = [spelled(name) for name in shapes if name not in claimed]
     wrong = [
-        f"{name}: expected {list(shape)}, found {list(shapes[name])}"
+        f"{spelled(name)}: expected {list(shape)}, found {list(shapes[name])}"
         for name, shape in expected.items()
         if name in shapes and tuple(shapes[name]) != shape
     ]
