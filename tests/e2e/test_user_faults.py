@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import tiny_hybrid
 from tests.support.conversions import convert, plan
 from tests.support.tiny_bpe import write_bpe
 from tests.support.tiny_families import CASES, write_family
@@ -81,6 +82,24 @@ def test_the_towers_of_a_multimodal_model_are_neither_dropped_nor_announced(tmp_
     for model_type in ("gemma3", "llava", "mistral3", "qwen2_vl"):
         with pytest.raises(UserError, match=f"model_type '{model_type}' is not known"):
             plan_identity(shapes, {**tiny.config(), "model_type": model_type, "vision_config": {"hidden_size": 8}})
+
+
+def test_a_tower_is_announced_exactly_where_it_is_held(tmp_path: Path) -> None:
+    """I28, of the one family with a tower that is known: its tensors without vision_config, and the other way round."""
+    source = tiny_hybrid.write_hybrid(tmp_path / "source")
+    tensors = tiny_hybrid.tensors_of(source)
+    tiny_hybrid.change(source, {name: tensor for name, tensor in tensors.items() if ".visual." not in name})
+    job = plan(source, tmp_path / "out")
+    keys = ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    said = f"left out of config.json: {', '.join(keys)} (the checkpoint holds no vision tower)"
+    assert sorted(note for note in job.plan.notes if "vision" in note) == [said]
+    job.run()
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert [key for key in written if key.startswith(("vision", "image", "video"))] == []
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    for vision in ({}, {"vision_config": None}):
+        with pytest.raises(SourceError, match=r"vision_config: expected an object, as the checkpoint holds 21 tensors"):
+            plan_identity(shapes, {key: value for key, value in written.items() if key != "quantization"} | vision)
 
 
 # ------------------------------------------------------------------------------------------------------------- page

@@ -14,10 +14,10 @@ from tests.support.command import run
 from tests.support.companion_parity import drafts, exact_error, expected
 from tests.support.family_parity import mean_kl
 from tests.support.tensors import raw_tensors
-from tests.support.tiny_hybrid import tensors_of, write_with_companion
+from tests.support.tiny_hybrid import change, tensors_of, write_with_companion
 from tests.support.tiny_models import write_tiny
 from tqtool.artifact.verify import verify_artifact
-from tqtool.errors import ArtifactError, SourceError, UserError
+from tqtool.errors import ArtifactError, NumericalError, SourceError, UserError
 from tqtool.formats.dtypes import DType
 from tqtool.pipeline.companion import CompanionRequest, companion_request
 from tqtool.pipeline.convert import ConvertRequest, plan_convert
@@ -148,6 +148,8 @@ def test_a_folded_source_is_packed_with_its_own_companion_and_no_other(source: P
         written(folded, tmp_path / "refused", source=str(other / "mtp"), seed=None)
     with pytest.raises(UserError, match="carries no rotation, its trunk rotations of seed 42"):
         written(folded, tmp_path / "refused", source=str(source), seed=None)
+    with pytest.raises(UserError, match="seed 7, the source trunk, before this run, carries no rotation;"):
+        written(source, tmp_path / "refused", source=str(other / "mtp"), seed=7)
     with pytest.raises(UserError, match="reads the hidden state at pre_norm, --mtp-tap asks for post_norm"):
         written(folded, tmp_path / "refused", tap="post_norm", seed=None)
 
@@ -227,5 +229,62 @@ def test_what_cannot_be_is_said(source: Path, tmp_path: Path) -> None:
     found = json.loads(config.read_text())
     found["text_config"]["mtp_num_hidden_layers"] = 2
     config.write_text(json.dumps(found))
-    with pytest.raises(SourceError, match=r"missing tensors: model\.layers\.1"):
+    with pytest.raises(SourceError, match=r"missing tensors: layers\.1"):
         written(wrong, tmp_path / "out")
+
+
+def test_what_a_rotation_takes_from_drafts_is_said(source: Path, tmp_path: Path) -> None:
+    def lines(seed: int | None, tap: Any, trunk: Path = source) -> list[str]:
+        request = CompanionRequest(form="8", tap=tap)
+        job = plan_convert(ConvertRequest(source=str(trunk), out=tmp_path / "out", rotation_seed=seed, mtp=request))
+        return [note for note in job.plan.notes if "drafts differ" in note]
+
+    assert lines(None, "post_norm") == lines(None, "pre_norm") == []
+    (post,), (pre,) = lines(42, "post_norm"), lines(42, "pre_norm")
+    assert "final gain, and one scalar per token before fc, are lost" in post
+    assert "final gain is lost" in pre
+    folded = written(source, tmp_path / "folded")
+    manifest = json.loads((folded / "tqtool" / "manifest.json").read_text())
+    assert post in manifest["notes"]
+    assert lines(None, None, folded) == [post]  # of an earlier run
+    job = plan_convert(
+        ConvertRequest(
+            source=str(source),
+            out=tmp_path / "out",
+            rotation_seed=1,
+            dtype=DType.F32,
+            mtp=CompanionRequest(form="dense"),
+        )
+    )
+    assert job.plan.companion is not None
+    assert job.plan.companion.totals.bits_per_source_weight == 32  # the trunk's final gain is none of its weights
+
+
+@pytest.mark.parametrize("form", ["dense", "8"])
+def test_what_cannot_be_folded_is_refused_before_anything_is_written(tmp_path: Path, form: Any) -> None:
+    source = write_with_companion(tmp_path / "source")
+    good = tensors_of(source)
+    final = next(name for name in good if name.endswith("language_model.norm.weight"))
+    change(source, good | {final: np.full_like(good[final], -1)})
+    request = CompanionRequest(form=form)
+    job = plan_convert(ConvertRequest(source=str(source), out=tmp_path / "out", rotation_seed=42, mtp=request))
+    with pytest.raises(NumericalError, match=r"norm\.weight: the trunk's final norm .* channels, the first 0;"):
+        job.check_source()  # before hours of work on the trunk
+    huge = {name: np.full_like(good[name], 1e30) for name in ("mtp.fc.weight", "mtp.pre_fc_norm_embedding.weight")}
+    change(source, good | huge)
+    with pytest.raises(NumericalError, match=r"fc\.weight, folded: .* are inf or NaN"):
+        written(source, tmp_path / "out", form)
+    if form == "dense":
+        change(source, good | {"mtp.fc.weight": np.full_like(good["mtp.fc.weight"], np.finfo(np.float32).max)})
+        with pytest.raises(NumericalError, match=r"fc\.weight as bf16: .* are inf or NaN"):
+            written(source, tmp_path / "out", seed=None, packing=None, dtype=DType.BF16)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_an_embedding_table_of_its_own_is_refused(tmp_path: Path) -> None:
+    source = write_with_companion(tmp_path / "source")
+    change(source, mtp_use_dedicated_embeddings=True)
+    with pytest.raises(SourceError, match=r"mtp_use_dedicated_embeddings is True: .* an embedding table of its own"):
+        written(source, tmp_path / "out")
+    change(source, mtp_use_dedicated_embeddings=False)
+    written(source, tmp_path / "out")

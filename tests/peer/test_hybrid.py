@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from transformers import CONFIG_MAPPING, AutoModel
 
 from tests.support.command import run
 from tests.support.conversions import convert
@@ -35,6 +36,8 @@ from tqtool.pipeline.convert import ConvertRequest, plan_convert
 from tqtool.pipeline.trellis import TrellisRequest, check_trellis, plan_trellis
 from tqtool.runtime.load import load
 from tqtool.solve.trellis import TrellisOptions
+from tqtool.transform.plan import plan_identity, plan_rotation
+from tqtool.transform.tower import tower_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -125,6 +128,10 @@ def test_the_tower_is_repeated_where_optiq_looks_for_it(
     alone.run()
     assert not (tmp_path / "alone" / "optiq").exists()
     assert "optiq_vision" not in json.loads((tmp_path / "alone" / "config.json").read_text())
+    plain = dense(source, tmp_path / "dense")
+    again = plan_convert(ConvertRequest(source=str(plain), out=tmp_path / "again", vision_sidecar=False))
+    assert "optiq_vision" in again.checkpoint.config
+    assert "optiq_vision" not in again.config  # a file of the source's folder, which is not taken along
     told = run(capsys, monkeypatch, "convert", source, tmp_path / "x", "--dry-run").out
     assert "--no-vision-sidecar leaves optiq/optiq_vision.safetensors out" in told
 
@@ -132,6 +139,62 @@ def test_the_tower_is_repeated_where_optiq_looks_for_it(
 def test_a_tower_stored_as_mlx_does_is_kept_as_it_is(source: Path, tmp_path: Path) -> None:
     once = dense(source, tmp_path / "once")
     assert raw_tensors(dense(once, tmp_path / "twice")) == raw_tensors(once)
+
+
+SEAM = "model.visual.merger.linear_fc2.weight"
+PATCHES = "model.visual.patch_embed.proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "vision", "message"),
+    [
+        ({SEAM: None}, {}, rf"missing tensors: {SEAM}"),
+        (
+            {"model.visual.merger.linear_fc2.bias": None},
+            {},
+            r"missing tensors: model\.visual\.merger\.linear_fc2\.bias",
+        ),
+        ({}, {"depth": 2}, r"missing tensors: model\.visual\.blocks\.1\.norm1\.weight, .* and 4 more"),
+        ({}, {"depth": 10**9}, "depth 1000000000: the checkpoint holds 21 tensors of a vision tower"),
+        ({}, {"depth": None}, r"vision_config\.depth: expected a positive integer, found None"),
+        ({}, {"out_hidden_size": 64}, r"out_hidden_size 64: expected 128, the text model's hidden_size"),
+        ({}, {"num_position_embeddings": 25}, r"pos_embed\.weight: expected \[25, 32\], found \[16, 32\]"),
+        ({SEAM: (64, 128)}, {}, rf"{SEAM}: expected \[128, 128\], found \[64, 128\]"),
+        ({PATCHES: (32, 96)}, {}, rf"{PATCHES}: expected \[32, 3, 2, 4, 4\], found \[32, 96\]"),
+        ({"model.visual.blocks.0.attn.qkv.weight": (32, 32)}, {}, r"expected \[96, 32\], found \[32, 32\]"),
+        (
+            {"model.visual.deepstack_merger_list.0.norm.bias": (32,)},
+            {},
+            "no rule claims: model.visual.deepstack_merger",
+        ),
+    ],
+)
+def test_a_damaged_tower_is_refused(
+    source: Path, tensors: dict[str, Any], vision: dict[str, Any], message: str
+) -> None:
+    shapes, config = described(source)
+    shapes = {name: shape for name, shape in (shapes | tensors).items() if shape is not None}
+    for plan in (plan_identity, plan_rotation):
+        with pytest.raises(SourceError, match=message):
+            plan(shapes, config | {"vision_config": config["vision_config"] | vision})
+
+
+def described(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+    """Shapes of all tensors of ``folder``, and its config.json."""
+    shapes = {name: array.shape for name, array in tensors_of(folder).items()}
+    return shapes, json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "mixture"])
+def test_the_towers_tensors_are_those_that_transformers_makes(experts: bool) -> None:
+    """With every size a number of its own, so that none stands for another."""
+    sizes = {"depth": 3, "hidden_size": 40, "intermediate_size": 56, "patch_size": 6, "temporal_patch_size": 5}
+    sizes |= {"spatial_merge_size": 3, "num_position_embeddings": 49, "out_hidden_size": 24, "in_channels": 4}
+    kind = CONFIG_MAPPING["qwen3_5_moe" if experts else "qwen3_5"]
+    vision = kind(vision_config={**sizes, "num_heads": 4}).vision_config
+    with torch.device("meta"):
+        tower = AutoModel.from_config(vision)
+    assert dict(tower_tensors(sizes)) == {name: tuple(value.shape) for name, value in tower.state_dict().items()}
 
 
 def test_the_text_model_alone_is_read_as_transformers_saves_it(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tests.oracles import decoder, delta_net, draft_head
 from tests.oracles.decoder import Weights, random_config, random_weights
 from tests.property.test_folds import EXACT, TOKENS, fold, shapes
-from tqtool.errors import SourceError, UserError
+from tqtool.errors import NumericalError, SourceError, UserError
 from tqtool.mathx.signs import sign_vector
 from tqtool.transform.companion import CompanionSource, Tap, plan_companion
 from tqtool.transform.families import FAMILIES
@@ -254,17 +254,42 @@ def test_another_seed_than_the_trunk_s_shows() -> None:
 def test_what_does_not_fit_is_named() -> None:
     trunk, head = pair(CONFIG)
     del head["mtp.fc.weight"]
-    with pytest.raises(SourceError, match=r"companion of model_type 'qwen3_5'.*missing tensors: fc\.weight"):
+    with pytest.raises(SourceError, match=r"companion of model_type 'qwen3_5'.*missing tensors: mtp\.fc\.weight\n"):
         plan(CONFIG, trunk, head)
     wide = {**pair(CONFIG)[1], "mtp.embed_tokens.weight": np.zeros((50, 36))}
-    with pytest.raises(SourceError, match=r"tensors no rule claims: embed_tokens\.weight"):
+    with pytest.raises(SourceError, match=r"tensors no rule claims: mtp\.embed_tokens\.weight"):
         plan(CONFIG, trunk, wide)
+    more = {**pair(CONFIG)[1], "mtp.layers.1.foo.weight": np.zeros(36), "mtp.norm.weight": np.zeros(35)}
+    with pytest.raises(SourceError, match=r"claims: mtp\.layers\.1\.foo\.weight; shapes .*: mtp\.norm\.weight: exp"):
+        plan(CONFIG, trunk, more)
+    nested = {f"model.{name}": array for name, array in pair(CONFIG)[1].items() if "q_proj" not in name}
+    with pytest.raises(SourceError, match=r"missing tensors: model\.mtp\.layers\.0\.self_attn\.q_proj\.weight"):
+        plan(CONFIG, trunk, nested)
     with pytest.raises(SourceError, match="two spellings"):
         plan(CONFIG, trunk, {**pair(CONFIG)[1], "fc.weight": np.zeros((36, 72))})
     llama = random_config("llama")
     source = CompanionSource(shapes=shapes(pair(CONFIG)[1]))
     with pytest.raises(UserError, match="llama"):
         plan_companion(FAMILIES["llama"], shapes(trunk), llama, source, seed=42)
+
+
+def test_a_final_gain_without_a_size_is_named_with_its_channel() -> None:
+    trunk, head = pair(CONFIG)
+    trunk["model.norm.weight"] = np.full(HIDDEN, -1.0)
+    for tap in TAPS:
+        companion = plan(CONFIG, trunk, head, tap=tap)
+        if tap == "pre_norm":  # divides by nothing
+            assert all(np.isfinite(array).all() for array in fold({**trunk, **head}, companion).values())
+            continue
+        with pytest.raises(
+            NumericalError, match=r"model\.norm\.weight: .*gain of 0 \(stored -1, \+1\) in all 36 channels"
+        ):
+            fold({**trunk, **head}, companion)
+    trunk["model.norm.weight"][5] = np.inf
+    with pytest.raises(NumericalError, match=r"gain of inf .* in channel 5"):
+        fold({**trunk, **head}, plan(CONFIG, trunk, head))
+    trunk["model.norm.weight"][5] = -0.5  # one channel is enough
+    assert all(np.isfinite(array).all() for array in fold({**trunk, **head}, plan(CONFIG, trunk, head)).values())
 
 
 def test_the_trunk_s_own_plan_still_leaves_it_out() -> None:

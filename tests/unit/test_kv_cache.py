@@ -25,6 +25,7 @@ from tqtool.kv import attention, codec
 from tqtool.kv.cache import AffineKVCache, TurboKVCache, cache_bytes_per_token, make_caches, use_windows
 from tqtool.kv.scheme import parse_scheme
 from tqtool.kv.trace import facts_of
+from tqtool.pipeline.inspection import _sizes
 
 TURBO = parse_scheme("turbo:k8v3")
 
@@ -262,6 +263,7 @@ def test_sliding_layers_stay_with_one_warning(caplog):
     assert [record.message for record in caplog.records] == [
         "KV scheme turbo:k8v3: 2 layers are packed, others stay as they are: 4 RotatingKVCache"
     ]
+    assert cache_bytes_per_token(sliding, TURBO) == 2 * TURBO.bytes_per_token(64)
     full = np.array(sliding(tokens(40), cache=make_prompt_cache(sliding)))
     close = np.array(sliding(tokens(40), cache=make_caches(sliding, parse_scheme("turbo:k8v8"))))
     assert 0 < np.abs(close - full).max() < 0.05 * np.abs(full).max()
@@ -293,6 +295,20 @@ def test_recurrent_layers_stay():
     caches = make_caches(hybrid, TURBO)
     assert [type(cache).__name__ for cache in caches] == ["ArraysCache"] * 3 + ["TurboKVCache"]
     assert np.isfinite(np.array(hybrid(tokens(9), cache=caches))).all()
+    assert caches[3].nbytes == 256 * cache_bytes_per_token(hybrid, TURBO)
+
+
+def test_inspect_counts_the_layers_whose_cache_grows_in_mlx_lm():
+    """gemma2's config names windows, mlx-lm keeps every token in every layer; of latent attention nothing is said."""
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    live = cache_bytes_per_token(build(gemma2, **shape), TURBO)
+    config = {"model_type": "gemma2", "num_hidden_layers": 2, "hidden_size": 64, **shape}
+    kinds = ["sliding_attention", "full_attention"]
+    shown = {row.scheme: row.bytes_per_token for row in _sizes({**config, "layer_types": kinds}).kv}
+    assert shown["turbo:k8v3"] == live
+    sliding = {row.scheme: row for row in _sizes({**config, "model_type": "olmo3", "layer_types": kinds}).kv}
+    assert sliding["turbo:k8v3"].bytes_per_token == live // 2
+    assert _sizes({**config, "model_type": "deepseek_v3", "kv_lora_rank": 64}).kv == ()
 
 
 def test_models_with_attention_of_their_own_get_arrays():

@@ -28,7 +28,7 @@ class Activations(StrEnum):
 
 
 KV_QUANT = typer.Option(
-    None, "--kv-quant", metavar="SCHEME", help="KV cache: turbo[:k<bits>v<bits>], affine8, affine4 [full]."
+    None, "--kv-quant", metavar="SCHEME", help="KV cache: none, turbo[:k<bits>v<bits>], affine8, affine4."
 )
 KV_START = typer.Option(0, "--kv-start", help="Keep the KV cache full until it has so many tokens, then pack them all.")
 

@@ -264,11 +264,7 @@ def make_caches(model: nn.Module, scheme: KVScheme | None, *, start: int = 0) ->
     if scheme is None:
         return list(make_prompt_cache(model))
     facts = facts_of(model)
-    if scheme.name not in facts.checked:
-        _check_model(facts, scheme)
-        if scheme.kind == "affine":  # mlx-lm's own attention over them has conditions of its own
-            try_caches(model, _build(model, facts, scheme, 0), f"KV scheme {scheme.name}")
-        facts.checked.add(scheme.name)
+    _require(model, facts, scheme)
     return _build(model, facts, scheme, start)
 
 
@@ -279,7 +275,7 @@ def cache_bytes_per_token(model: nn.Module, scheme: KVScheme | None) -> int:
     """
     facts = facts_of(model)
     if scheme is not None:
-        _check_model(facts, scheme)
+        _require(model, facts, scheme)
     return sum(
         layer.heads
         * (
@@ -288,6 +284,7 @@ def cache_bytes_per_token(model: nn.Module, scheme: KVScheme | None) -> int:
             else scheme.bytes_per_token(layer.k_dim, float_bytes=layer.float_bytes)
         )
         for layer in facts.layers
+        if layer.grows
     )
 
 
@@ -307,6 +304,16 @@ def _refusal(scheme: KVScheme, k_dim: int, v_dim: int) -> str | None:
     return scheme.refusal(k_dim)
 
 
+def _require(model: nn.Module, facts: ModelFacts, scheme: KVScheme) -> None:
+    """UserError unless the model can have such caches; each scheme is looked at once."""
+    if scheme.name in facts.checked:
+        return
+    _check_model(facts, scheme)
+    if scheme.kind == "affine":  # mlx-lm's own attention over them has conditions of its own
+        try_caches(model, _build(model, facts, scheme, 0), f"KV scheme {scheme.name}")
+    facts.checked.add(scheme.name)
+
+
 def _check_model(facts: ModelFacts, scheme: KVScheme) -> None:
     growing = [layer for layer in facts.layers if layer.grows]
     if not growing:
@@ -315,7 +322,9 @@ def _check_model(facts: ModelFacts, scheme: KVScheme) -> None:
     for index, layer in enumerate(facts.layers):
         reason = _refusal(scheme, layer.k_dim, layer.v_dim) if layer.grows else None
         if reason is not None:
-            raise UserError(f"KV scheme {scheme.name}, layer {index}: {reason}", hint="leave --kv-quant out")
+            has_affine = scheme.kind == "turbo" and layer.k_dim == layer.v_dim and affine_group(layer.k_dim)
+            hint = f"{'affine8 and affine4 go with it; or ' if has_affine else ''}leave --kv-quant out"
+            raise UserError(f"KV scheme {scheme.name}, layer {index}: {reason}", hint=hint)
     others = Counter(layer.kind for layer in facts.layers if not layer.grows)
     if others and not facts.checked:
         listed = ", ".join(f"{count} {kind}" for kind, count in others.items())

@@ -20,7 +20,7 @@ AFFINE_GROUPS = (64, 32)
 Rule = Literal["exact", "vllm-metal"]
 Kind = Literal["turbo", "affine"]
 
-_TURBO = re.compile(r"turbo(?::k(\d+)v(\d+))?(:vllm-metal)?")
+_TURBO = re.compile(r"turbo(?::k([1-9]\d*)v([1-9]\d*))?(:vllm-metal)?")
 _AFFINE = re.compile(r"affine(4|8)")
 _FULL = ("none", "full")
 _HINT = (

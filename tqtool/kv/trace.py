@@ -94,16 +94,19 @@ def try_caches(model: nn.Module, caches: list[Any], what: str) -> None:
     """Run ``model`` for one token on ``caches``, computing nothing; they are used up.
 
     Raises:
-        UserError: it does not run on them: ``what`` they are is in the message.
+        UserError: its attention in mlx-lm does not take them: ``what`` they are is in the message.
     """
     try:
         model(mx.array([[0]]), cache=caches)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"{what}: this model does not run on such caches ({type(error).__name__}: {reason})",
+            f"{what}: this model's attention in mlx-lm takes no such caches ({_short(error)})",
             hint="leave --kv-quant out",
         ) from error
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _trace(model: nn.Module) -> ModelFacts:
@@ -113,11 +116,11 @@ def _trace(model: nn.Module) -> ModelFacts:
             _Probe(as_windows=as_windows) if type(cache) is KVCache else cache for cache in make_prompt_cache(model)
         ]
         try:
-            try_caches(model, caches, "KV caches")
-        except UserError:
+            model(mx.array([[0]]), cache=caches)
+        except Exception as error:
             if as_windows:
                 continue
-            raise
+            raise UserError(f"the model does not run on one token in mlx-lm ({_short(error)})") from error
         break
     found = (cache.facts if isinstance(cache, _Probe) else None for cache in caches)
     layers = tuple(

@@ -24,6 +24,7 @@ from tqtool.source.checkpoint import Checkpoint, open_checkpoint
 from tqtool.source.config import text_config
 from tqtool.transform.claim import COMPANION_REASON
 from tqtool.transform.companion import (
+    DEDICATED_KEY,
     DEPTH_KEY,
     TAPS,
     CompanionSource,
@@ -67,8 +68,14 @@ class _Found:
 
     def source(self, config: Mapping[str, Any]) -> CompanionSource:
         """As ``plan_companion`` takes it; ``config`` says how many layers it has if its own does not."""
-        own = text_config(self.checkpoint.config).get(DEPTH_KEY)
-        depth = text_config(config).get(DEPTH_KEY, 1) if own is None else own
+        own, trunk = text_config(self.checkpoint.config), text_config(config)
+        if own.get(DEDICATED_KEY, trunk.get(DEDICATED_KEY)):
+            raise SourceError(
+                f"{self.checkpoint.path}: config.json: {DEDICATED_KEY} is {own.get(DEDICATED_KEY, True)!r}: this "
+                "companion reads an embedding table of its own, and tqtool's share the trunk's",
+                hint="--mtp none leaves it out; false is right where no tensor mtp.embed_tokens.weight exists",
+            )
+        depth = trunk.get(DEPTH_KEY, 1) if own.get(DEPTH_KEY) is None else own[DEPTH_KEY]
         if not isinstance(depth, int) or isinstance(depth, bool) or not 0 < depth <= len(self.names):
             raise SourceError(f"config.json: {DEPTH_KEY}: expected a positive integer, found {depth!r}")
         shapes = {name: self.checkpoint.tensors[name].shape for name in self.names}
@@ -110,7 +117,7 @@ def plan_bundled(
         return None
     found = _find(checkpoint, request.source)
     tap = _tap(found, request.tap)
-    _require_same_basis(checkpoint, found)
+    _require_same_basis(checkpoint, found, transform.seed)
     family = select_family(checkpoint.config)
     source = found.source(checkpoint.config)
     plan = plan_companion(family, checkpoint.shapes(), checkpoint.config, source, seed=transform.seed, tap=tap)
@@ -130,6 +137,7 @@ def plan_bundled(
         kind="companion-float" if packing is None else "companion-affine",
         is_stock=False,
         tags=("mtp",),
+        borrowed=frozenset(own.tensors) - frozenset(found.names),
     )
     return resolve_job(own, plan, choices.choose, out=out / FOLDER, extras=extras)
 
@@ -151,9 +159,22 @@ def bundled_notes(job: Job | None) -> tuple[str, ...]:
     request, rows = job.extras.request, job.plan.rows
     form = "dense" if request["form"] == "dense" else f"{request['form']}-bit"
     place = "behind" if request["hidden_tap"] == "post_norm" else "before"
-    return (
+    holds = (
         f"{FOLDER}/ holds its multi-token-prediction companion: {len(rows)} tensors, {form}, which read the hidden "
-        f"state {place} the final norm",
+        f"state {place} the final norm"
+    )
+    return (holds, *_loss_note(job))
+
+
+def _loss_note(job: Job) -> tuple[str, ...]:
+    """What the rotation, of this run or of an earlier one, takes from a companion; nothing without."""
+    if job.transform.seed is None and not rotation_seeds(carried_transforms(job.checkpoint)):
+        return ()
+    scalar = "" if job.extras.request["hidden_tap"] == "pre_norm" else ", and one scalar per token before fc,"
+    verb = "is" if not scalar else "are"
+    return (
+        f"{FOLDER}/ drafts differ from the original's: its final gain{scalar} {verb} lost in the rotation "
+        "(docs/formats/companion.md); not rotating loses nothing, and the trunk verifies every token either way",
     )
 
 
@@ -216,11 +237,13 @@ def _tap(found: _Found, asked: Tap | None) -> Tap:
     return asked or tap or TAPS[0]
 
 
-def _require_same_basis(trunk: Checkpoint, found: _Found) -> None:
+def _require_same_basis(trunk: Checkpoint, found: _Found, seed: int | None) -> None:
+    """Both sources must carry the same rotations; ``seed`` is of the rotation that this run adds to both."""
     mine, own = (rotation_seeds(carried_transforms(each)) for each in (trunk, found.checkpoint))
     if mine != own:
+        whose = "its trunk" if seed is None else "the source trunk, before this run, carries"
         raise UserError(
-            f"{found.checkpoint.path}: the companion carries {_seeds_text(own)}, its trunk {_seeds_text(mine)}; "
+            f"{found.checkpoint.path}: the companion carries {_seeds_text(own)}, {whose} {_seeds_text(mine)}; "
             "they share one residual stream, so both must have the same",
             hint="make both from the original checkpoint in one run, or give the companion that belongs to this trunk",
         )

@@ -31,6 +31,7 @@ from tqtool.pipeline.provenance import (
 )
 from tqtool.pipeline.reuse import Shelf, tensor_key
 from tqtool.solve.quantizer import QuantResult, ReadRows, RowQuantizer
+from tqtool.solve.rtn import FloatStore
 from tqtool.source.checkpoint import Checkpoint
 from tqtool.source.checks import require_finite
 from tqtool.transform.apply import apply_folds
@@ -179,6 +180,9 @@ class Maker:
         return stacks, made
 
 
+_TOO_LARGE = "the source's values are finite, but too large to be folded in float32; without a rotation few are folded"
+
+
 def quantize(
     work: Work, reader: SourceReader, shelf: Shelf, known_notes: tuple[str, ...]
 ) -> tuple[QuantResult, str | None]:
@@ -186,12 +190,16 @@ def quantize(
 
     Raises:
         ArtifactError: the quantizer breaks its promise, or the tensor on the shelf is damaged.
+        NumericalError: what is folded, or stored dense, is not finite, though its source is.
     """
     output, key = work.output, None
     if isinstance(work.quantizer, RowQuantizer) and _is_whole(output):
         result = work.quantizer.run_rows(output.name, output.shape, reader.rows(output.source))
     else:
-        weight = apply_folds(output, reader.reads(output))
+        with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is named just below
+            weight = apply_folds(output, reader.reads(output))
+        if output.ops:
+            require_finite(f"{output.name}, folded", weight, hint=_TOO_LARGE)
         if not reader.has_read(output.source):
             reader.read(output.source)  # a fill reads nothing, but provenance and finiteness cover every source
         key = tensor_key(work, reader.sha256)
@@ -204,6 +212,11 @@ def quantize(
             tick(work.parameters)  # the encoder would have said so
     returned = [(name, dtype_of(array), tuple(array.shape)) for name, array in result.tensors.items()]
     promised = [(stored.name, stored.dtype, stored.shape) for stored in work.stored]
+    if isinstance(work.quantizer, FloatStore):
+        for name, array in result.tensors.items():
+            require_finite(
+                f"{name} as {work.label}", array, hint="the source's values are too large for it: --dtype f32"
+            )
     if returned != promised:
         raise ArtifactError(f"{output.name}: {work.quantizer.label} promised {promised}, returned {returned}")
     return result, key

@@ -33,6 +33,7 @@ from tqtool.source.checks import check_finite, quantization_evidence
 from tqtool.source.config import text_config
 from tqtool.source.gguf.families import TABLES
 from tqtool.source.gguf.reader import MAGIC, GgufFile, read_gguf
+from tqtool.source.mlx_lm import keeps_every_token
 from tqtool.transform.layout import EMBEDDING, HEAD
 
 _LAYER: Final = re.compile(r"\.\d+\.")
@@ -334,9 +335,10 @@ def _sizes(config: Mapping[str, Any]) -> Sizes:
     interval = integer("full_attention_interval")  # the other layers keep a state whose size does not grow
     caching = layers // interval if layers and interval else layers
     kinds = part.get("layer_types")
-    if isinstance(kinds, list) and "full_attention" in kinds:  # windows and states do not grow
-        caching = kinds.count("full_attention")
-    rows = kv_rows(head_dim, kv_heads, caching)
+    if isinstance(kinds, list) and "full_attention" in kinds and not keeps_every_token(str(part.get("model_type"))):
+        caching = kinds.count("full_attention")  # windows and states do not grow
+    is_latent = integer("kv_lora_rank") is not None  # what mlx-lm keeps then differs from family to family
+    rows = () if is_latent else kv_rows(head_dim, kv_heads, caching)
     return Sizes(
         layers=layers,
         hidden=hidden,

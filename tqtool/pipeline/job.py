@@ -26,8 +26,10 @@ from tqtool.solve.quantizer import ConfigEntry, Quantizer, StoredTensor
 from tqtool.source.checkpoint import Checkpoint
 from tqtool.source.checks import check_finite, require_json
 from tqtool.source.mlx_lm import refuse_unservable
+from tqtool.transform.apply import require_unit_gains
 from tqtool.transform.claim import COMPANION_REASON
 from tqtool.transform.plan import OutputTensor, TransformPlan
+from tqtool.transform.tower import VISION_KEYS
 
 Choose = Callable[[OutputTensor], Quantizer]
 
@@ -73,6 +75,7 @@ class JobExtras:
         journal: Folder that keeps finished tensors until the artifact is whole, for a run that may be killed.
         sidecars: Further safetensors files that repeat tensors of the shards, relative path → names.
         companion: The job of an artifact inside this one, its ``out`` a folder of ours.
+        borrowed: Tensors of another artifact that folds read: no weights of this one.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -91,6 +94,7 @@ class JobExtras:
     journal: Path | None = None
     sidecars: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     companion: Job | None = None
+    borrowed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,13 +125,17 @@ class Job:
         """Read every source tensor once; a value that is not finite is found before any work, not in the middle of it.
 
         Raises:
-            NumericalError: a tensor holds an inf or a NaN.
+            NumericalError: a tensor holds an inf or a NaN, or a companion's gain cannot be folded.
             SourceError: a file cannot be read.
         """
         check_finite(self.checkpoint, progress)
         inside = self.extras.companion
-        if inside is not None and inside.checkpoint.path != self.checkpoint.path:
+        if inside is None:
+            return
+        if inside.checkpoint.path != self.checkpoint.path:
             check_finite(inside.checkpoint)
+        for output in inside.transform.outputs:
+            require_unit_gains(output, lambda name: inside.checkpoint.tensors[name].read())
 
     def run(
         self, progress: Progress = silent, check: Check | None = None, *, source_is_checked: bool = False
@@ -202,7 +210,7 @@ def resolve_job(
         + sum(path.stat().st_size for path in checkpoint.files)
         + sum(stored[name].nbytes for names in extras.sidecars.values() for name in names)
         + (0 if inside is None else inside.totals.disk_bytes),
-        apart=apart,
+        apart=apart | extras.borrowed,
     )
     if inside is not None:
         peak = max(totals.peak_memory_bytes, inside.totals.peak_memory_bytes)
@@ -288,17 +296,21 @@ def _require_separate(source: Path, out: Path) -> None:
 
 
 def _left_out(transform: TransformPlan, companion: Job | None) -> tuple[str, ...]:
-    """A note for what the artifact leaves out; rotary tables, one a layer, are named once."""
+    """Notes for what the artifact leaves out; rotary tables, one a layer, are named once."""
     kept = {} if companion is None else companion.checkpoint.tensors
     reasons: dict[str, list[str]] = {}
     for dropped in transform.dropped:
         if dropped.name in kept and dropped.reason == COMPANION_REASON:
             continue
         reasons.setdefault(dropped.reason, []).append(dropped.name)
-    return tuple(
+    notes = [
         f"left out: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} ({reason})"
         for reason, names in reasons.items()
-    )
+    ]
+    announced = [key for key, value in transform.config_updates.items() if value is None and key in VISION_KEYS]
+    if announced:
+        notes.append(f"left out of config.json: {', '.join(announced)} (the checkpoint holds no vision tower)")
+    return tuple(notes)
 
 
 def _present(*notes: str | None) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ QUANTIZED_SUFFIXES: Final = (
     ".weight_zero_point",
 )
 TOKENIZER_NAMES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_DAMAGED: Final = "the source weights are damaged; take them from another download"
 _FINITE_CHUNK: Final = 1 << 20  # elements looked at together: a few MB of scratch, whatever the tensor
 # Bits of the exponent; all of them set means inf or NaN.
 _EXPONENT: Final[dict[DType, tuple[type[np.unsignedinteger[Any]], int]]] = {
@@ -107,13 +108,13 @@ def require_json(files: Iterable[Path]) -> None:
             ) from error
 
 
-def require_finite(name: str, array: NDArray[Any]) -> None:
+def require_finite(name: str, array: NDArray[Any], *, hint: str = _DAMAGED) -> None:
     """Raise NumericalError if ``array`` holds an inf or a NaN; scratch is a few MB whatever its size."""
     if array.dtype.kind in "iub":
         return
     count, first = _count_non_finite(array.reshape(-1))
     if count:
-        raise _not_finite(name, array.shape, count, first)
+        raise _not_finite(name, array.shape, count, first, hint=hint)
 
 
 def check_finite(checkpoint: Checkpoint, progress: Progress | None = None) -> None:
@@ -155,9 +156,9 @@ def _count_non_finite(flat: NDArray[Any]) -> tuple[int, int]:
     return count, first
 
 
-def _not_finite(name: str, shape: Sequence[int], count: int, first: int) -> NumericalError:
+def _not_finite(name: str, shape: Sequence[int], count: int, first: int, *, hint: str = _DAMAGED) -> NumericalError:
     index = [int(i) for i in np.unravel_index(first, tuple(shape))] if shape else []
     return NumericalError(
         f"{name}: {count:,} of {math.prod(shape):,} values are inf or NaN, the first at {index}",
-        hint="the source weights are damaged; take them from another download",
+        hint=hint,
     )

@@ -35,6 +35,11 @@ _NO_SLIDING: Final = frozenset({"mistral", "mixtral", "phi3", "qwen2", "qwen3", 
 _ALWAYS_SLIDE: Final = frozenset({"mistral", "mixtral", "phi3"})  # in the authors' code: wherever there is a window
 
 
+def keeps_every_token(kind: str) -> bool:
+    """Whether mlx-lm's caches of this type grow in every layer, whatever the config says of windows."""
+    return kind == "gemma2" or kind in _NO_SLIDING - {"smollm3"}
+
+
 def refuse_unservable(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise SourceError for what mlx-lm cannot serve, however it is written.
 

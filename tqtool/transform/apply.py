@@ -8,7 +8,7 @@ from typing import Any, TypeVar, assert_never, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from tqtool.errors import SourceError
+from tqtool.errors import NumericalError, SourceError
 from tqtool.mathx.signs import sign_vector
 from tqtool.native import hadamard_transform
 from tqtool.transform.folds import (
@@ -55,6 +55,7 @@ def apply_folds(output: OutputTensor, read: Read, *, dtype: Any = np.float32) ->
 
     Raises:
         SourceError: A source tensor has another shape than planned, or is not of a float dtype.
+        NumericalError: A gain to be divided by its root mean square has none, see ``require_unit_gains``.
     """
     if output.ops and isinstance(output.ops[-1], Fill):
         return np.full(output.shape, output.ops[-1].value, dtype=dtype)
@@ -74,6 +75,18 @@ def apply_folds(output: OutputTensor, read: Read, *, dtype: Any = np.float32) ->
         else:
             _fold(op, weight, read)
     return weight
+
+
+def require_unit_gains(output: OutputTensor, read: Read) -> None:
+    """Raise NumericalError for a final gain of the trunk that ``output`` cannot be folded with; reads these gains only.
+
+    A gain of zero in every channel has no root mean square to be divided by. ``read`` is as in ``apply_folds``.
+    """
+    for op in output.ops:
+        fold = op.fold if isinstance(op, OnColumns | OnRows) else op
+        if isinstance(fold, ScaleInput) and fold.is_unit:
+            array = read(fold.gain)
+            _gain(fold, array, array.shape, np.float32)
 
 
 def taken_rows(output: OutputTensor, source: NDArray[Any]) -> NDArray[Any]:
@@ -123,11 +136,7 @@ def _fold(
     """Apply one fold to ``weight`` ``[out, in]`` or ``[out]``, in place."""
     match op:
         case ScaleInput():
-            gain = _float_copy(op.gain, read(op.gain), weight.shape[-1:], weight.dtype)
-            gain += op.offset
-            if op.is_unit:
-                gain /= np.sqrt(np.mean(np.square(gain, dtype=np.float64))).astype(gain.dtype)
-            weight *= gain
+            weight *= _gain(op, read(op.gain), weight.shape[-1:], weight.dtype)
         case RotateInput():
             _rotate(weight, op.rotation, axis=weight.ndim - 1, block=weight.shape[-1])
         case RotateOutput():
@@ -141,6 +150,28 @@ def _fold(
             weight += op.value
         case _:
             assert_never(op)
+
+
+def _gain(op: ScaleInput, array: NDArray[Any], shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """What ``op`` multiplies the columns by."""
+    gain = _float_copy(op.gain, array, shape, dtype)
+    gain += op.offset
+    if not op.is_unit:
+        return gain
+    rms = np.sqrt(np.mean(np.square(gain, dtype=np.float64))).astype(gain.dtype)
+    if not (np.isfinite(rms) and rms > 0):
+        bad = np.flatnonzero(~np.isfinite(gain)) if not np.isfinite(rms) else np.arange(gain.size)
+        channel = int(bad[0]) if bad.size else int(np.abs(gain).argmax())
+        where = f"all {gain.size} channels, the first" if bad.size == gain.size else "channel"
+        stated = f" (stored {array[channel]:g}, {op.offset:+g})" if op.offset else ""
+        raise NumericalError(
+            f"{op.gain}: the trunk's final norm has a gain of {gain[channel]:g}{stated} in {where} {channel}; its root "
+            f"mean square is {rms:g}, and the rotated companion's fc is divided by it",
+            hint="--mtp none leaves the companion out; without a rotation, or with --mtp-tap pre where the head was "
+            "made for that, nothing is divided",
+        )
+    gain /= rms
+    return gain
 
 
 def _rotate(weight: NDArray[Any], rotation: Rotation, *, axis: int, block: int) -> None:

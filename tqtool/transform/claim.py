@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tqtool.errors import SourceError
 from tqtool.source.config import text_config
 from tqtool.transform.families import Family, Slot
-from tqtool.transform.folds import Op, Permute, Shift
+from tqtool.transform.folds import Shift
 from tqtool.transform.layout import Layout, Parameter, is_zero_centred, read_text
-from tqtool.transform.nested import PREFIX, TOWER, nested_names, renamed_stack
+from tqtool.transform.nested import PREFIX, nested_names, renamed_stack
 from tqtool.transform.outputs import DroppedTensor, OutputTensor
+from tqtool.transform.tower import outdated_keys, read_tower
 
 NORMS_AROUND_ZERO = (
     *(Slot.ATTENTION_NORM, Slot.MLP_NORM, Slot.FINAL_NORM, Slot.INNER_NORM),
@@ -20,12 +20,6 @@ NORMS_AROUND_ZERO = (
 )
 """Norms whose gains a hybrid stores less one."""
 COMPANION_REASON = "multi-token-prediction companion: a model of its own, which mlx-lm does not run"
-_SEAM = f"{TOWER}merger.linear_fc2"
-"""What a vision tower writes into the residual stream."""
-
-
-IN_CHANNELS = 3
-"""Of an image, where vision_config does not say."""
 
 
 def read_layout(family: Family, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Layout:
@@ -62,7 +56,7 @@ def _read_nested(family: Family, shapes: Mapping[str, tuple[int, ...]], config: 
         return replace(parameter, name=PREFIX + parameter.name, source=names.text[parameter.name], stored=stored)
 
     parameters = [renamed(parameter) for parameter in plain.parameters]
-    parameters += _tower(names.tower, shapes, config, plain.geometry.hidden)
+    parameters += read_tower(names.tower, shapes, config, plain.geometry.hidden)
     dropped = [replace(drop, name=names.text[drop.name]) for drop in plain.dropped]
     dropped += [DroppedTensor(name=name, reason=COMPANION_REASON) for name in names.companion]
     return replace(
@@ -72,7 +66,7 @@ def _read_nested(family: Family, shapes: Mapping[str, tuple[int, ...]], config: 
         gain_offset=1.0 if is_shifted else 0.0,
         neutral_gain=1.0,
         prefix=PREFIX,
-        config_updates=_nested_updates(config, is_tied=plain.is_tied),
+        config_updates={**_nested_updates(config, is_tied=plain.is_tied), **outdated_keys(names.tower, config)},
     )
 
 
@@ -80,34 +74,3 @@ def _nested_updates(config: Mapping[str, Any], *, is_tied: bool) -> dict[str, An
     """What both places of config.json must say: loaders read one or the other."""
     flag = {"tie_word_embeddings": is_tied}
     return {**flag, "text_config": flag} if isinstance(config.get("text_config"), Mapping) else flag
-
-
-def _tower(
-    names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], hidden: int
-) -> Iterator[Parameter]:
-    """The vision tower as mlx-vlm stores it; what it writes into the residual stream has the residual's width."""
-    vision = config.get("vision_config")
-    channels = vision.get("in_channels", IN_CHANNELS) if isinstance(vision, Mapping) else IN_CHANNELS
-    for name, source in names.items():
-        shape, stored = _channels_last(shapes[source], channels)
-        is_seam = name.rpartition(".")[0] == _SEAM
-        if is_seam and shapes[source][0] != hidden:
-            raise SourceError(f"{source}: expected {hidden} outputs, hidden_size, found {list(shapes[source])}")
-        yield Parameter(
-            name=name,
-            shape=shape,
-            stored=stored,
-            slot=Slot.TOWER_OUT if is_seam else Slot.TOWER,
-            is_bias=name.endswith(".bias"),
-            source=source,
-        )
-
-
-def _channels_last(shape: tuple[int, ...], channels: int) -> tuple[tuple[int, ...], tuple[Op, ...]]:
-    """Shape and fold of a tensor; a patch convolution ``[out, in, t, h, w]`` becomes ``[out, t, h, w, in]``.
-
-    mlx-vlm tells the two apart by the same sizes, and stores the second.
-    """
-    if len(shape) != 5 or shape[-1] == channels or shape[1] != channels:
-        return shape, ()
-    return (shape[0], *shape[2:], shape[1]), (Permute(axes=(0, 2, 3, 4, 1)),)

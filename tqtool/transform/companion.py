@@ -30,6 +30,7 @@ Tap = Literal["post_norm", "pre_norm"]
 """Where the trunk's hidden state is taken: behind its final norm, as mlx-vlm and vLLM do, or before it."""
 TAPS: tuple[Tap, ...] = ("post_norm", "pre_norm")
 DEPTH_KEY = "mtp_num_hidden_layers"
+DEDICATED_KEY = "mtp_use_dedicated_embeddings"
 _STEM = "model."
 
 FINAL_GAMMA_DROPPED = (
@@ -94,8 +95,15 @@ def plan_companion(
     geometry = read_geometry(family, text)
     inside = {_inside(place): source.shapes[name] for place, name in places.items()}
     parameters = tuple(_parameters(family, geometry, text, inside))
-    require_complete(f"a companion of model_type {family.model_type!r}", inside, parameters, ())
     spelled = {_inside(place): name for place, name in places.items()}
+    before = _before(places)
+    require_complete(
+        f"a companion of model_type {family.model_type!r}",
+        inside,
+        parameters,
+        (),
+        lambda name: spelled.get(name) or before + (name.removeprefix(_STEM) if name.startswith(_STEM) else name),
+    )
     named = [_placed(parameter, spelled, source.gain_offset) for parameter in parameters]
     updates = {"hidden_tap": tap}
     if seed is None:
@@ -123,6 +131,11 @@ def place_of(name: str) -> str:
     """A companion tensor's name without what stands before and with ``mtp.``."""
     before, found, place = name.rpartition(COMPANION)
     return place if found and (not before or before.endswith(".")) else name
+
+
+def _before(places: Mapping[str, str]) -> str:
+    """What stands before the places in the source's names: nothing, ``mtp.`` or more."""
+    return next((name.removesuffix(place) for place, name in places.items()), "")
 
 
 def parse_tap(text: str) -> Tap:

@@ -8,7 +8,7 @@ for models that lie inside a larger one too.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,36 +149,38 @@ def is_zero_centred(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 def read_geometry(family: Family, config: Mapping[str, Any]) -> Geometry:
     """Sizes from config.json. Raises SourceError for a missing, non-positive or inconsistent one."""
-    hidden = _size(config, "hidden_size")
-    n_heads = _size(config, "num_attention_heads")
-    n_kv_heads = _size(config, "num_key_value_heads", default=n_heads)
+    hidden = read_size(config, "hidden_size")
+    n_heads = read_size(config, "num_attention_heads")
+    n_kv_heads = read_size(config, "num_key_value_heads", default=n_heads)
     if n_heads % n_kv_heads:
         raise SourceError(
             f"config.json: num_attention_heads {n_heads} is no multiple of num_key_value_heads {n_kv_heads}"
         )
-    head_dim = _size(config, "head_dim", default=family.head_dim or hidden // n_heads)
+    head_dim = read_size(config, "head_dim", default=family.head_dim or hidden // n_heads)
     if config.get("head_dim") is None and family.head_dim is None and hidden % n_heads:
         raise SourceError(
             f"config.json: no head_dim, and hidden_size {hidden} is no multiple of num_attention_heads {n_heads}"
         )
     return Geometry(
         hidden=hidden,
-        intermediate=_size(config, "intermediate_size", default=0 if family.experts is not None else None),
+        intermediate=read_size(config, "intermediate_size", default=0 if family.experts is not None else None),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
-        n_layers=_size(config, "num_hidden_layers"),
-        vocab=_size(config, "vocab_size"),
+        n_layers=read_size(config, "num_hidden_layers"),
+        vocab=read_size(config, "vocab_size"),
     )
 
 
-def _size(config: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
+def read_size(config: Mapping[str, Any], key: str, *, default: int | None = None, part: str = "") -> int:
+    """A size, of config.json or of its ``part``. Raises SourceError for one that is missing or not positive."""
     value = config.get(key)
     if value is None:
         value = default
     is_default = default is not None and config.get(key) is None
     if not isinstance(value, int) or isinstance(value, bool) or (value <= 0 and not is_default):
-        raise SourceError(f"config.json: {key}: expected a positive integer, found {config.get(key)!r}")
+        place = f"{part}.{key}" if part else key
+        raise SourceError(f"config.json: {place}: expected a positive integer, found {config.get(key)!r}")
     return value
 
 
@@ -229,11 +231,11 @@ def _delta_net(
     geometry: Geometry, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], layer: int
 ) -> Iterator[Parameter]:
     net = DeltaNet(
-        key_heads=_size(config, "linear_num_key_heads"),
-        value_heads=_size(config, "linear_num_value_heads"),
-        key_dim=_size(config, "linear_key_head_dim"),
-        value_dim=_size(config, "linear_value_head_dim"),
-        kernel=_size(config, "linear_conv_kernel_dim"),
+        key_heads=read_size(config, "linear_num_key_heads"),
+        value_heads=read_size(config, "linear_num_value_heads"),
+        key_dim=read_size(config, "linear_key_head_dim"),
+        value_dim=read_size(config, "linear_value_head_dim"),
+        kernel=read_size(config, "linear_conv_kernel_dim"),
     )
     for slot, part, shape in net.tensors(geometry.hidden):
         stored: tuple[Op, ...] = ()
@@ -303,8 +305,8 @@ def _layer_experts(
     layer: int,
 ) -> Iterator[Parameter]:
     count_key = experts.count_key(config)
-    count, width = _size(config, count_key), _size(config, experts.width_key)
-    top = _size(config, "num_experts_per_tok")
+    count, width = read_size(config, count_key), read_size(config, experts.width_key)
+    top = read_size(config, "num_experts_per_tok")
     if top > count:
         raise SourceError(f"config.json: num_experts_per_tok {top}: there are {count} experts ({count_key})")
     experts.require_one_spelling(layer, shapes)
@@ -327,7 +329,11 @@ def _layer_experts(
 def _shared_expert(experts: Experts, geometry: Geometry, config: Mapping[str, Any], layer: int) -> Iterator[Parameter]:
     """The expert that every token reads, and what decides how much of it."""
     assert experts.shared_key is not None, "asked for families that have one"
-    stem, hidden, width = f"model.layers.{layer}.{experts.block}", geometry.hidden, _size(config, experts.shared_key)
+    stem, hidden, width = (
+        f"model.layers.{layer}.{experts.block}",
+        geometry.hidden,
+        read_size(config, experts.shared_key),
+    )
     linears = (
         (Slot.ROUTER, "shared_expert_gate", (1, hidden)),
         (Slot.GATE, "shared_expert.gate_proj", (width, hidden)),
@@ -351,14 +357,18 @@ def require_complete(
     shapes: Mapping[str, tuple[int, ...]],
     parameters: tuple[Parameter, ...],
     dropped: tuple[DroppedTensor, ...],
+    spelled: Callable[[str], str] = str,
 ) -> None:
-    """Raise SourceError unless ``parameters`` and ``dropped`` claim all of ``shapes``; ``what`` they are said to be."""
+    """Raise SourceError unless ``parameters`` and ``dropped`` claim all of ``shapes``; ``what`` they are said to be.
+
+    ``spelled`` gives a name as the user's files have it.
+    """
     expected = dict(source for parameter in parameters for source in parameter.sources())
     claimed = expected.keys() | {drop.name for drop in dropped}
-    missing = [name for name in expected if name not in shapes]
-    leftover = [name for name in shapes if name not in claimed]
+    missing = [spelled(name) for name in expected if name not in shapes]
+    leftover = [spelled(name) for name in shapes if name not in claimed]
     wrong = [
-        f"{name}: expected {list(shape)}, found {list(shapes[name])}"
+        f"{spelled(name)}: expected {list(shape)}, found {list(shapes[name])}"
         for name, shape in expected.items()
         if name in shapes and tuple(shapes[name]) != shape
     ]

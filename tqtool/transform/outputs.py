@@ -175,7 +175,10 @@ class TransformPlan:
         return (piece for output in self.outputs for piece in output.pieces)
 
     def updated_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """A copy of ``config`` with ``config_updates`` merged in; nested objects are merged, not replaced."""
+        """A copy of ``config`` with ``config_updates`` merged in as RFC 7396 does.
+
+        Nested objects are merged, not replaced; None takes a key out.
+        """
         return _merged(config, self.config_updates)
 
     def describe(self) -> tuple[PlanRow, ...]:
@@ -253,6 +256,9 @@ class TransformPlan:
 def _merged(base: dict[str, Any], updates: dict[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in updates.items():
+        if value is None:
+            result.pop(key, None)
+            continue
         old = result.get(key)
         result[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return result
