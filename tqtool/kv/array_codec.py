@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from tqtool.kv import lloyd_max
-from tqtool.kv.codec import EPSILON, HALF_SPACING, LARGEST_HALF, SMALLEST_HALF, inverse_root
+from tqtool.kv.codec import EPSILON, HALF_SPACING, LARGEST_HALF, SMALLEST_HALF, group_sums, inverse_root
 from tqtool.kv.record import RecordLayout, layout_of
 from tqtool.kv.scheme import GROUP, KVScheme, Rule
 from tqtool.kv.signs import signs
@@ -86,7 +86,7 @@ def _encode_keys(keys: mx.array, bits: int, rule: Rule) -> tuple[mx.array, mx.ar
 
 def _encode_rotated(rotated: mx.array, bits: int, rule: Rule) -> tuple[mx.array, mx.array]:
     x = _grouped(rotated)
-    scale = mx.sqrt(_group_sums(x * x, rule) * _number(1 / GROUP))
+    scale = mx.sqrt(group_sums(x * x, rule) * _number(1 / GROUP))
     if rule == "exact":
         stored = mx.minimum(scale, _number(LARGEST_HALF)).astype(mx.float16)
         divisor = stored.astype(mx.float32)[..., None]
@@ -110,18 +110,6 @@ def _cells(normal: mx.array, bits: int, rule: Rule) -> mx.array:
 def edge_array(bits: int, rule: Rule) -> mx.array:
     """Boundaries between levels of values, float32 ``[2^bits - 1]``."""
     return mx.array(lloyd_max.boundaries(bits, rule))
-
-
-def _group_sums(x: mx.array, rule: Rule) -> mx.array:
-    if rule == "exact":
-        while x.shape[-1] > 1:
-            half = x.shape[-1] // 2
-            x = x[..., :half] + x[..., half:]
-        return x[..., 0]
-    total = x[..., 0]
-    for element in range(1, x.shape[-1]):
-        total = total + x[..., element]
-    return total
 
 
 def _transform(x: mx.array) -> mx.array:

@@ -12,6 +12,8 @@ divisions by the unrounded scale plus 1e-8, tables from samples.
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,6 +24,7 @@ from tqtool.kv.scheme import GROUP, KVScheme, Rule
 from tqtool.kv.signs import signs
 
 Floats = NDArray[np.float32]
+AnyFloats = TypeVar("AnyFloats", bound=Any)
 
 EPSILON = np.float32(1e-8)
 """Added to scales by the rule ``vllm-metal``."""
@@ -104,14 +107,18 @@ def encode_rotated(rotated: Floats, bits: int, rule: Rule) -> tuple[NDArray[np.u
     return codes.reshape(rotated.shape), stored
 
 
-def group_sums(x: Floats, rule: Rule) -> Floats:
-    """Sums over the last axis of 32: halves added to halves, or (vllm-metal, on a CPU) one element after another."""
+def group_sums(x: AnyFloats, rule: Rule) -> AnyFloats:
+    """Sums over the last axis of 32: halves added to halves, or (vllm-metal, on a CPU) one element after another.
+
+    ``x`` is numpy's or MLX's: the order of additions, and so the bytes, are the same.
+    """
     if rule == "exact":
         while x.shape[-1] > 1:
             half = x.shape[-1] // 2
             x = x[..., :half] + x[..., half:]
-        return x[..., 0]
-    total = x[..., 0]
+        first: AnyFloats = x[..., 0]
+        return first
+    total: AnyFloats = x[..., 0]
     for element in range(1, x.shape[-1]):
         total = total + x[..., element]
     return total
