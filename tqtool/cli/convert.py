@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from tqtool.cli.job import DEFAULT_SEED, read_places, run_job, show_plan
+from tqtool.cli.job import (
+    DEFAULT_SEED,
+    Mtp,
+    MtpSource,
+    MtpTap,
+    VisionSidecar,
+    read_places,
+    run_job,
+    show_plan,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -63,21 +72,10 @@ def convert(
     journal: Annotated[
         Path | None, typer.Option("--journal", help="Folder for finished tensors: a killed run repeated goes on there.")
     ] = None,
-    mtp: Annotated[
-        str, typer.Option("--mtp", help="Companion for multi-token prediction, in OUT/mtp: none, dense, 8 or 4 bits.")
-    ] = "none",
-    mtp_source: Annotated[
-        str | None, typer.Option("--mtp-source", help="Folder or hub id that holds it. [SRC, or SRC/mtp]")
-    ] = None,
-    mtp_tap: Annotated[
-        str | None, typer.Option("--mtp-tap", help="It reads the hidden state post or pre the final norm. [post]")
-    ] = None,
-    vision_sidecar: Annotated[
-        bool,
-        typer.Option(
-            "--vision-sidecar/--no-vision-sidecar", help="A vision tower also as optiq/optiq_vision.safetensors."
-        ),
-    ] = True,
+    mtp: Mtp = "none",
+    mtp_source: MtpSource = None,
+    mtp_tap: MtpTap = None,
+    vision_sidecar: VisionSidecar = True,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
     check: Annotated[str, typer.Option("--check", help="After writing: forward, load or none.")] = "forward",
     overwrite: Annotated[

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
 
 if TYPE_CHECKING:
     from tqtool.artifact.reload import Depth
@@ -14,6 +16,20 @@ if TYPE_CHECKING:
 
 DEFAULT_SEED = 42
 T = TypeVar("T")
+
+Mtp = Annotated[
+    str, typer.Option("--mtp", help="Companion for multi-token prediction, in OUT/mtp: none, dense, 8 or 4 bits.")
+]
+MtpSource = Annotated[
+    str | None, typer.Option("--mtp-source", help="Folder or hub id that holds it. [SRC, or SRC/mtp]")
+]
+MtpTap = Annotated[
+    str | None, typer.Option("--mtp-tap", help="It reads the hidden state post or pre the final norm. [post]")
+]
+VisionSidecar = Annotated[
+    bool,
+    typer.Option("--vision-sidecar/--no-vision-sidecar", help="A vision tower also as optiq/optiq_vision.safetensors."),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
