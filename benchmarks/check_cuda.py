@@ -5,9 +5,10 @@
 
 The table that all backends share (tests/support/trellis_cases.py) through MLX, called as the runtime calls it, against
 float64 with a bound that counts roundings. Cases of the tensor-core kernels run three times: with the geometry of the
-product, with blocks that meet inside rows of tiles, and with int8 activations, there against x rounded by the same
-rule. Longer shapes, of several slices, many blocks and several rows of tiles a block, follow. Needs MLX's CUDA build;
-compiling is most of the time, so slices run in processes of their own.
+product, as on a card of two processors, where thread blocks have whole rows of tiles and a part of what is left, and
+with int8 activations, there against x rounded by the same rule. Longer shapes, of several slices, many blocks and
+several rows of tiles a block, follow. Needs MLX's CUDA build; compiling is most of the time, so slices run in processes
+of their own.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.support.mlx_backend import compute
 from tests.support.trellis_cases import TABLE, Case
-from tests.support.trellis_oracle import Arrays, arrays_of, check, expected
+from tests.support.trellis_oracle import arrays_of, check, expected, int8_rounded
 from tqtool.formats.trellis import spec_for
 from tqtool.kernels.backend import Backend
 from tqtool.kernels.cuda import CUDA, cuda_backend
 from tqtool.kernels.cuda_kernels import H200
 from tqtool.kernels.problem import Problem
 
-MEETING = cuda_backend(replace(H200, meeting_rounds=-(1 << 20)))
-"""No row of tiles is whole unless it happens to be."""
+FEW = cuda_backend(replace(H200, processors=2))
+"""Few thread blocks, each with many rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def runs() -> Iterator[Run]:
             continue
         yield Run("as chosen", case, CUDA)
         if kernel.source.startswith("cuda/"):
-            yield Run("blocks meet", case, MEETING)
+            yield Run("two processors", case, FEW)
             yield Run("int8", replace(case, problem=replace(case.problem, int8=True)), CUDA)
 
 
@@ -66,15 +67,6 @@ def long_cases() -> Iterator[Case]:
         spec = spec_for(shape, k=1 + number, axis=1, tile=True)
         yield Case(Problem(spec=spec, m=m, dtype="float32"), seed=900 + number)
         yield Case(Problem(op="swiglu", spec=spec, m=m, dtype="bfloat16", up=spec), seed=950 + number)
-
-
-def int8_rounded(arrays: Arrays) -> Arrays:
-    """With x as the kernel rounds it: 127 steps to the largest of its row, ties to even, in float32."""
-    x = arrays.x.astype(np.float32)
-    largest = np.maximum(np.abs(x).max(axis=1, keepdims=True), np.float32(2.0**-100))
-    with np.errstate(invalid="ignore", over="ignore"):
-        steps = np.rint(x * (np.float32(127) / largest)).astype(np.float64)
-        return replace(arrays, x=steps * (largest.astype(np.float64) / 127))
 
 
 def run_one(run: Run) -> None:

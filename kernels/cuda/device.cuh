@@ -7,9 +7,13 @@ template <class V> static __device__ __forceinline__ V tq_ldg(const V *p) { retu
 
 // A multiplication that the compiler does not turn back into a shift.
 static __device__ __forceinline__ uint32_t tq_mul(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
   uint32_t product;
   asm("mul.lo.u32 %0,%1,%2;" : "=r"(product) : "r"(a), "r"(b));
   return product;
+#else
+  return a * b;
+#endif
 }
 
 // a b + c, which the compiler does not take apart to put sums of several together anew.
@@ -57,17 +61,15 @@ static __device__ __forceinline__ void tq_arrived() {
 #endif
 }
 
-// c += a b: a is 16 x 32 unsigned bytes, b 32 x 8 signed ones.
+// c += a b: a is 16 x 32 unsigned bytes, b 32 x 8 signed ones. What has no tensor cores says TQ_IMMA.
 static __device__ __forceinline__ void tq_imma(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+#ifdef TQ_IMMA
+  TQ_IMMA(c, a0, a1, a2, a3, b0, b1);
+#else
   asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
                : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-static __device__ __forceinline__ long long tq_warp_sum(long long v) {
-#pragma unroll
-  for (int step = 16; step; step >>= 1) v += __shfl_xor_sync(~0u, v, step);
-  return v;
+#endif
 }
 
 template <int BYTES> struct TqWord;
@@ -94,13 +96,3 @@ template <class T> static __device__ __forceinline__ T tq_cast(float v);
 template <> __device__ __forceinline__ float tq_cast<float>(float v) { return v; }
 template <> __device__ __forceinline__ __half tq_cast<__half>(float v) { return __float2half_rn(v); }
 template <> __device__ __forceinline__ __nv_bfloat16 tq_cast<__nv_bfloat16>(float v) { return __float2bfloat16_rn(v); }
-
-// Fixed point of LIMBS signed bytes, the low ones from -128 to 127: the largest |x|, given by its bits, becomes the largest number whose top limb
-// is at most 127. Below 2^-100 the step stays that of 2^-100; if something is not finite the result is NaN.
-template <int LIMBS> static __device__ __forceinline__ float tq_fixed_max() { return LIMBS == 1 ? 127.f : LIMBS == 2 ? 32512.f : 8323072.f; }
-template <int LIMBS> static __device__ __forceinline__ float tq_to_fixed(uint32_t largest) {
-  return largest < 0x7F800000u ? tq_fixed_max<LIMBS>() / fmaxf(__uint_as_float(largest), 0x1p-100f) : 0.f;
-}
-template <int LIMBS> static __device__ __forceinline__ float tq_from_fixed(uint32_t largest) {
-  return largest < 0x7F800000u ? fmaxf(__uint_as_float(largest), 0x1p-100f) / tq_fixed_max<LIMBS>() : __uint_as_float(0x7FC00000u);
-}

@@ -1,9 +1,8 @@
-"""How CUDA's tile kernels are launched and their outputs read; without a card, by a runner that answers as they do."""
+"""How CUDA's tile kernels are launched; without a card, by a runner that answers as they do."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,14 +14,13 @@ from tqtool.formats.trellis import spec_for
 from tqtool.kernels import cuda
 from tqtool.kernels.backend import Packed
 from tqtool.kernels.cuda import cuda_backend
-from tqtool.kernels.cuda_kernels import A100, H200, tile_blocks
+from tqtool.kernels.cuda_kernels import A100, H200, tile_blocks, tile_rows
 from tqtool.kernels.problem import Problem
 
 SHAPE = (35, 64)
 
 
 def as_the_kernel(call):
-    """What stands in the output: y alone, or y in front of sums, in 32-bit words."""
     template = dict(call.launch.template)
 
     def run(arrays):
@@ -31,21 +29,15 @@ def as_the_kernel(call):
         spec = spec_for(SHAPE, k=template["K"], axis=1, tile=True)
         inputs = np.array(x.reshape(-1, x.shape[-1]).astype(mx.float32))
         y = native.trellis_matvec(np.array(words), np.array(scales), spec, inputs)
-        y = mx.array(y).astype(getattr(mx, template["T"]))
         (output,) = call.launch.outputs
-        if template["WHOLE"]:
-            return [y.reshape(output.shape)]
-        padded = mx.concatenate([y.reshape(-1), mx.zeros((-y.size % (4 // y.dtype.size),), y.dtype)])
-        held = padded.view(mx.uint32)
-        return [mx.concatenate([held, mx.full((output.shape[0] - held.size,), 0xFFFFFFFF, mx.uint32)])]
+        return [mx.array(y).astype(getattr(mx, template["T"])).reshape(output.shape)]
 
     return run
 
 
-@pytest.mark.parametrize("rounds", [6, -1000], ids=["whole", "meeting"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("shape", [(1, 1, 64), (3, 64), (64,)], ids=str)
-def test_the_result_is_cut_out_of_the_output(rounds, dtype, shape):
+def test_the_kernel_writes_the_result_in_the_shape_that_is_wanted(dtype, shape):
     spec = spec_for(SHAPE, k=3, axis=1, tile=True)
     rng = np.random.default_rng(0)
     packed = Packed(
@@ -53,7 +45,7 @@ def test_the_result_is_cut_out_of_the_output(rounds, dtype, shape):
         mx.array(rng.uniform(0.5, 1, 35).astype(np.float16)),
         spec,
     )
-    backend = cuda_backend(replace(H200, meeting_rounds=rounds)).with_runner(as_the_kernel)
+    backend = cuda_backend(H200).with_runner(as_the_kernel)
     x = mx.array(rng.standard_normal(shape).astype(np.float32)).astype(getattr(mx, dtype))
     choice = backend.choose(Problem(spec=spec, m=x.size // 64, dtype=dtype))
     assert choice.path == "tile"
@@ -67,14 +59,12 @@ def test_the_result_is_cut_out_of_the_output(rounds, dtype, shape):
 
 @pytest.mark.parametrize("card", [H200, A100], ids=["H200", "A100"])
 @pytest.mark.parametrize("row_tiles", [1, 7, 131, 133, 320, 1088, 5000])
-@pytest.mark.parametrize("units", [1, 9, 80, 272, 4000])
-@pytest.mark.parametrize("most_tiles", [2, 3, 40])
-def test_no_block_has_more_rows_than_its_memory_holds(card, row_tiles, units, most_tiles):
-    for rounds in (-1000, 6, 1000):
-        blocks, is_whole = tile_blocks(row_tiles, units, most_tiles, replace(card, meeting_rounds=rounds))
-        tiles = -(-row_tiles // blocks) + (0 if is_whole else 1)
-        assert 1 <= tiles <= most_tiles
-        assert blocks <= row_tiles or not is_whole
+@pytest.mark.parametrize("most_rows", [32, 40, 300, 2000])
+def test_no_block_has_more_rows_than_its_memory_holds(card, row_tiles, most_rows):
+    blocks = tile_blocks(row_tiles, most_rows, card)
+    assert 2 <= tile_rows(row_tiles, blocks) <= most_rows
+    assert blocks <= 8 * row_tiles
+    assert blocks <= card.processors or tile_rows(row_tiles, blocks - 1) > most_rows - 16
 
 
 def test_int8_takes_a_third_of_the_columns():
@@ -110,6 +100,6 @@ def test_mlx_gets_a_text_that_includes_ours(monkeypatch):
         files = [Path(re.fullmatch(r'#include "(.*)"\n', options[part]).group(1)) for part in ("header", "source")]
         header, body = (file.read_text() for file in files)
         assert "tq_tile(" in header
-        assert {f"using T = {kind};", f"constexpr int K = {k};", "constexpr int WHOLE = 1;"} <= set(body.splitlines())
+        assert {f"using T = {kind};", f"constexpr int K = {k};", "constexpr int BLOCKS = 24;"} <= set(body.splitlines())
         assert body.rstrip().endswith("out);")
         assert len(options["header"]) + len(options["source"]) < 400

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+import collections
+import itertools
 
 import pytest
 from hypothesis import given
@@ -12,11 +12,19 @@ from hypothesis import strategies as st
 from tests.support.trellis_cases import TABLE
 from tqtool.formats.trellis import spec_for
 from tqtool.kernels.cuda import text_of
-from tqtool.kernels.cuda_kernels import A100, H200, LIMBS, STATIC_BYTES, SUM_BYTES, Card, kernels, tile_launch
+from tqtool.kernels.cuda_kernels import (
+    A100,
+    H200,
+    LIMBS,
+    STATIC_BYTES,
+    SUM_BYTES,
+    Card,
+    kernels,
+    tile_launch,
+    tile_rows,
+)
 from tqtool.kernels.metal_kernels import KERNELS
 from tqtool.kernels.problem import Problem, choose
-
-FINE = 1024
 
 
 def tile(rows, cols, m=1, fused=False, int8=False, **trellis):
@@ -77,42 +85,55 @@ def test_what_the_tensor_cores_do_not_do_has_a_reason(problem, reason):
     int8=st.booleans(),
     k=st.integers(1, 4),
     card=st.sampled_from([H200, A100, Card(processors=2, shared_bytes=99 << 10)]),
-    meeting_rounds=st.sampled_from([-1000, 12, 1000]),
 )
-def test_a_launch_fits_the_card_and_leaves_no_unit_out(rows, squares, m, fused, int8, k, card, meeting_rounds):
+def test_a_launch_fits_the_card_and_leaves_no_row_and_no_unit_out(rows, squares, m, fused, int8, k, card):
+    """The shares of the thread blocks as ``TqShare`` of kernels/cuda/tile.cuh has them."""
     cols = 16 * squares - 4
     if rows * squares * 16 >= 1 << 31:
         return
-    problem = tile(rows, cols, m=m, fused=fused, int8=int8, k=k)
-    launch = tile_launch(problem, replace(card, meeting_rounds=meeting_rounds))
+    launch = tile_launch(tile(rows, cols, m=m, fused=fused, int8=int8, k=k), card)
     template = dict(launch.template)
-    limbs = 1 if int8 else LIMBS
+    columns = (1 if int8 else LIMBS) * m
     blocks, (threads, _, _) = launch.grid[0] // launch.threadgroup[0], launch.threadgroup
-    row_tiles, units, cells = -(-rows // 16), -(-squares // 4), (2 if fused else 1) * 16 * limbs * m
+    row_tiles, units = -(-rows // 16), -(-squares // 4)
     assert (threads, template["SQUARES"], template["ROWS"], template["COLS"]) == (512, squares, rows, cols)
+    assert (launch.outputs[0].shape, launch.outputs[0].dtype, template["BLOCKS"]) == ((m, rows), "bfloat16", blocks)
     assert launch.threadgroup_bytes + STATIC_BYTES <= card.shared_bytes
     slices = -(-units // template["SLICE"])
     assert (slices - 1) * template["SLICE"] < units
-    x_bytes = template["SLICE"] * 16 * limbs * m * 16
-    # As the kernel cuts the rows of tiles: every piece fits into the sums, and each cut row knows who has a part of it.
-    is_whole = template["WHOLE"]
-    assert row_tiles * blocks < 1 << 32 or not is_whole
-    cut = lambda b: row_tiles * b // blocks * FINE if is_whole else row_tiles * FINE * b // blocks  # noqa: E731
-    block_of = lambda q: ((q + 1) * blocks - 1) // (row_tiles * FINE)  # noqa: E731
-    assert (cut(0), cut(blocks)) == (0, row_tiles * FINE)
-    for b in {0, blocks // 3, blocks // 2, blocks - 1}:
-        begin, end = cut(b), cut(b + 1)
-        assert begin < end
-        tiles = -(-end // FINE) - begin // FINE
-        assert tiles * cells * SUM_BYTES + x_bytes <= launch.threadgroup_bytes
-        assert is_whole or (block_of(begin), block_of(end - 1)) == (b, b)
-    if is_whole:  # y, and nothing that would have to be zeros before
-        assert (launch.result, launch.outputs[0].shape, launch.outputs[0].dtype) == (None, (m, rows), "bfloat16")
-        return
-    words = math.prod(launch.outputs[0].shape)
-    assert launch.result is not None
-    result_bytes = math.prod(launch.result.shape) * 2
-    assert words * 4 >= -(-result_bytes // 8) * 8 + blocks * (cells * SUM_BYTES + 4)
+    whole, left = row_tiles // blocks, 8 * (row_tiles % blocks)
+    pairs = [left * block // blocks for block in range(blocks + 1)]
+    assert (blocks * whole + left // 8, pairs[0], pairs[-1]) == (row_tiles, 0, left)
+    most = max(after - before for before, after in itertools.pairwise(pairs))
+    assert tile_rows(row_tiles, blocks) == 16 * whole + 2 * -(-left // blocks) >= 16 * whole + 2 * most
+    sums = tile_rows(row_tiles, blocks) * (2 if fused else 1) * columns * SUM_BYTES
+    assert sums + (template["SLICE"] + 1) * 16 * columns * 16 <= launch.threadgroup_bytes
+
+
+@pytest.mark.parametrize(
+    ("columns", "here", "whole", "pairs"), [(3, 80, 8, 2), (3, 9, 0, 8), (12, 5, 1, 3), (1, 1, 2, 5)]
+)
+@pytest.mark.parametrize("matrices", [1, 2])
+def test_every_pair_of_rows_meets_every_unit_once(columns, here, whole, pairs, matrices):
+    """The positions of a thread block's warps, as ``part_at`` and ``pair_of`` of kernels/cuda/tile.cuh read them."""
+    split = 2 if 2 * columns <= 8 * -(-columns // 8) else 1
+    together, half = 8 // split, -(-here // split)
+    bulk = whole * here
+    each = bulk + -(-pairs // together) * half
+    met = collections.Counter()
+    for warp in range(16):
+        for position in range(matrices * each * warp // 16, matrices * each * (warp + 1) // 16):
+            matrix, rest = divmod(position, each)
+            for r in range(8):
+                if rest < bulk:
+                    met[matrix, "whole", rest // here, r, rest % here] += 1
+                    continue
+                group, unit = divmod(rest - bulk, half)
+                pair, unit = group * together + r % together, unit + r // together * half
+                if pair < pairs and unit < here:
+                    met[matrix, "left", 0, pair, unit] += 1
+    assert set(met.values()) == {1}
+    assert len(met) == matrices * here * (8 * whole + pairs)
 
 
 def test_metals_text_has_no_address_spaces_left():

@@ -123,13 +123,12 @@ class Backend:
         matrices = [packed.words, packed.scales, *(() if up is None else (up.words, up.scales))]
         fixed = [*matrices, dims_array(call.launch.dims)] if "dims" in call.inputs else matrices
         launch, whole = call.launch, (*shape[:-1], problem.spec.weight_shape[0])
-        if launch.result is None and len(launch.outputs[0].shape) == 2:
-            # The kernel writes y and nothing else: in the shape that is wanted.
+        if len(launch.outputs[0].shape) == 2:  # y as it is to be: in the shape that is wanted
             launch = replace(launch, outputs=(replace(launch.outputs[0], shape=whole), *launch.outputs[1:]))
             run = self.run(replace(call, launch=launch))
             return lambda x: run([x, *fixed])[0]
         run = self.run(call)
-        return lambda x: self._result(run([x, *fixed])[0], launch, problem.dtype).reshape(whole)
+        return lambda x: self._whole(run([x, *fixed])[0], problem.dtype).reshape(whole)
 
     def product(self, choice: Choice, x: mx.array, packed: Packed) -> mx.array:
         """``x [..., in]`` → ``[..., out]`` in the type of x, by the chosen kernel.
@@ -156,13 +155,9 @@ class Backend:
         (dense,) = run([packed.words, packed.scales, *sizes])
         return dense
 
-    def _result(self, found: mx.array, launch: Launch, dtype: Dtype) -> mx.array:
-        """y, of an output that holds more than y, or parts of it."""
-        result = launch.result
-        if result is not None:
-            kind, count = _DTYPES[result.dtype], math.prod(result.shape)
-            return found[: -(-count * kind.size // 4)].view(kind)[:count]
-        return found[0] if found.shape[0] == 1 else self._add_up(found, dtype)  # a part for each split of the inputs
+    def _whole(self, parts: mx.array, dtype: Dtype) -> mx.array:
+        """y, of a part for each split of the inputs."""
+        return parts[0] if parts.shape[0] == 1 else self._add_up(parts, dtype)
 
     def _add_up(self, parts: mx.array, dtype: Dtype) -> mx.array:
         call = self._sum_parts(parts.shape, dtype)
@@ -214,7 +209,7 @@ def launcher(kernel: Any, launch: Launch, *, verbose: bool = False) -> Ready:
         "threadgroup": launch.threadgroup,
         "output_shapes": [output.shape for output in launch.outputs],
         "output_dtypes": [_DTYPES[output.dtype] for output in launch.outputs],
-        "init_value": None if launch.result is None else 0,
+        "init_value": None,
         "verbose": verbose,
     }
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from tqtool.formats.trellis import TILE
 from tqtool.kernels import metal_kernels as metal
-from tqtool.kernels.problem import DTYPE_BYTES, Kernel, Launch, Output, Problem
+from tqtool.kernels.problem import Kernel, Launch, Output, Problem
 from tqtool.kernels.rules import matvec_reason, trellis_template
 
 METAL_ON_CUDA: Final = "cuda/msl.cuh"
@@ -39,14 +39,10 @@ class Card:
     Attributes:
         processors: Streaming multiprocessors.
         shared_bytes: Shared memory that one thread block can have.
-        meeting_rounds: What it costs that blocks meet in a row of tiles, in rounds of a block's warps over a unit each
-            (.42 µs on an H200): zeros before the launch, additions in device memory, and in MLX the operations that
-            cut the result out.
     """
 
     processors: int
     shared_bytes: int
-    meeting_rounds: int = 12
 
 
 H200: Final = Card(processors=132, shared_bytes=227 << 10)
@@ -73,17 +69,12 @@ def tile_launch(problem: Problem, card: Card) -> Launch:
     columns = limbs * problem.m
     row_tiles, squares = -(-spec.rows // TILE), spec.stride // TILE
     units = -(-squares // TILES_A_UNIT)
-    cells, unit_bytes = matrices * TILE * columns, TILE * columns * 16
+    row_bytes, unit_bytes = matrices * columns * SUM_BYTES, TILE * columns * 16
     # Sums may take a quarter of a block's memory: beyond that more blocks than the card runs at once.
-    most_tiles = max(2, card.shared_bytes // 4 // (cells * SUM_BYTES))
-    blocks, is_whole = tile_blocks(row_tiles, matrices * units, most_tiles, card)
-    tiles = -(-row_tiles // blocks) + (0 if is_whole else 1)  # a piece may begin inside a row of tiles
-    sums = -(-tiles * cells * SUM_BYTES // 16) * 16
-    at_once = (card.shared_bytes - STATIC_BYTES - sums) // unit_bytes
+    blocks = tile_blocks(row_tiles, card.shared_bytes // 4 // row_bytes, card)
+    sums = -(-tile_rows(row_tiles, blocks) * row_bytes // 16) * 16
+    at_once = (card.shared_bytes - STATIC_BYTES - sums) // unit_bytes - 1  # one of zeros
     slice_units = -(-units // -(-units // at_once))  # slices of one length
-    result = Output((problem.m, spec.rows), problem.dtype)
-    result_words = 2 * -(-problem.m * spec.rows * DTYPE_BYTES[problem.dtype] // 8)
-    shared = Output((result_words + blocks * (2 * cells + 1),), "uint32")
     return Launch(
         grid=(blocks * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
@@ -91,31 +82,27 @@ def tile_launch(problem: Problem, card: Card) -> Launch:
             *trellis_template(problem),
             ("M", problem.m),
             ("LIMBS", limbs),
-            ("WHOLE", int(is_whole)),
             ("ROWS", spec.rows),
             ("COLS", spec.cols),
             ("SQUARES", squares),
             ("SLICE", slice_units),
+            ("BLOCKS", blocks),
         ),
-        threadgroup_bytes=sums + slice_units * unit_bytes,
-        outputs=(result if is_whole else shared,),
+        threadgroup_bytes=sums + (slice_units + 1) * unit_bytes,
+        outputs=(Output((problem.m, spec.rows), problem.dtype),),
         dims=(),
-        result=None if is_whole else result,
     )
 
 
-def tile_blocks(row_tiles: int, units: int, most_tiles: int, card: Card) -> tuple[int, bool]:
-    """How many blocks share rows of ``units`` each, and whether each has whole rows, at most ``most_tiles``.
+def tile_rows(row_tiles: int, blocks: int) -> int:
+    """Rows of the block that has most: whole rows of tiles, as many for each, and pairs of rows of what is left."""
+    return TILE * (row_tiles // blocks) + 2 * -(-(TILE // 2) * (row_tiles % blocks) // blocks)
 
-    Equal pieces keep every warp busy to the end; whole rows need no meeting of blocks.
-    """
-    whole = max(min(card.processors, row_tiles), -(-row_tiles // most_tiles))
-    cut = min(card.processors, -(-row_tiles * units // WARPS))
-    cut = max(cut, -(-row_tiles // (most_tiles - 1)))
-    rounds_whole = -(-(-(-row_tiles // whole) * units) // WARPS)
-    rounds_cut = -(-row_tiles * units // (cut * WARPS))
-    is_countable = row_tiles * whole < 1 << 32  # the kernel multiplies them in 32 bits
-    return (whole, True) if is_countable and rounds_whole <= rounds_cut + card.meeting_rounds else (cut, False)
+
+def tile_blocks(row_tiles: int, most_rows: int, card: Card) -> int:
+    """How many blocks share ``row_tiles`` rows of tiles: one a processor; more where its rows would be too many."""
+    blocks = min(card.processors, row_tiles * TILE // 2)
+    return max(blocks, -(-row_tiles // (most_rows // TILE)))
 
 
 def kernels(card: Card) -> tuple[Kernel, ...]:

@@ -88,8 +88,6 @@ class Launch:
         threadgroup_bytes: Memory that one group shares.
         outputs: What is written.
         dims: Sizes that the kernel reads from its input ``dims``; each kernel's source names them.
-        result: What the first bytes of the first output are, where that is more than the result: it must be zeros
-            before the launch.
     """
 
     grid: tuple[int, int, int]
@@ -98,7 +96,6 @@ class Launch:
     threadgroup_bytes: int
     outputs: tuple[Output, ...]
     dims: tuple[int, ...]
-    result: Output | None = None
 
     def __post_init__(self) -> None:
         if any(size < 1 or size % group for size, group in zip(self.grid, self.threadgroup, strict=True)):

@@ -1,4 +1,4 @@
-"""Stands where ``tqtool.kernels.cuda.on_device`` stands: fibres run texts whose only warp operations are shuffles."""
+"""Stands where ``tqtool.kernels.cuda.on_device`` stands: fibres run the text, tensor cores are sums of bytes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from tests.support.mlx_backend import to_mlx, to_numpy
 from tests.support.nvrtc import TYPES
 from tqtool.kernels.backend import Call, Ready
 from tqtool.kernels.cuda import included_texts
@@ -38,7 +39,7 @@ class Lanes:
     def outputs(self, call: Call, arrays: Sequence[mx.array]) -> list[mx.array]:
         """The outputs of ``call``; bytes that nobody wrote are 0xA5."""
         launch = call.launch
-        numpy = [np.array(array) for array in arrays]
+        numpy = [to_numpy(array) for array in arrays]
         names = [*call.inputs, *call.outputs]
         types = [*(f"const {TYPES[str(a.dtype)]}" for a in numpy), *(TYPES[o.dtype] for o in launch.outputs)]
         sizes = [a.nbytes for a in numpy] + [DTYPE_BYTES[o.dtype] * prod(o.shape) for o in launch.outputs]
@@ -57,8 +58,8 @@ class Lanes:
             if output.scratch:
                 results.append(mx.zeros((0,)))
                 continue
-            found = np.frombuffer(done.stdout, output.dtype, prod(output.shape), at).reshape(output.shape)
-            results.append(mx.array(found))
+            found = np.frombuffer(done.stdout, np.dtype(output.dtype), prod(output.shape), at).reshape(output.shape)
+            results.append(to_mlx(found))
             at += found.nbytes
         return results
 

@@ -10,6 +10,8 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <numeric>
+#include <utility>
 #include <vector>
 
 #define __device__
@@ -39,15 +41,28 @@ typedef __half half;
 struct half2 {
   __half x, y;
 };
-struct __nv_bfloat16 {};
+struct __nv_bfloat16 {
+  uint16_t bits;
+};
 static inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 static inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-// Of the shared header, not of the encoders.
-static inline float __half2float(__half) { abort(); }
-static inline float __bfloat162float(__nv_bfloat16) { abort(); }
-static inline __half __float2half_rn(float) { abort(); }
-static inline __nv_bfloat16 __float2bfloat16_rn(float) { abort(); }
-static inline float __uint_as_float(uint32_t) { abort(); }
+static inline uint32_t __float_as_uint(float value) {
+  uint32_t bits;
+  return memcpy(&bits, &value, 4), bits;
+}
+static inline float __uint_as_float(uint32_t bits) {
+  float value;
+  return memcpy(&value, &bits, 4), value;
+}
+static inline float __half2float(__half value) { return value; }
+static inline __half __float2half_rn(float value) { return __half(value); }
+static inline float __bfloat162float(__nv_bfloat16 value) { return __uint_as_float((uint32_t)value.bits << 16); }
+static inline __nv_bfloat16 __float2bfloat16_rn(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  return {(uint16_t)(value != value ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)};
+}
+static inline int __float2int_rn(float value) { return (int)lrintf(value); }
+static inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, int by) { return (uint32_t)(((uint64_t)high << 32 | low) >> (by & 31)); }
 static inline float __fmul_rn(float a, float b) { return a * b; }
 using std::max;
 using std::min;
@@ -103,6 +118,48 @@ template <class T> static inline T __shfl_sync(uint32_t, T value, int source) {
   return other;
 }
 template <class T> static inline T __shfl_xor_sync(uint32_t all, T value, int mask) { return __shfl_sync(all, value, (lanes::running % 32) ^ mask); }
+// What every lane of the warp says, to what each of them has to say about it.
+template <class T, class Tell> static inline auto warp_wide(T value, Tell tell) {
+  static T said[32][32];
+  const int warp = lanes::running / 32, lane = lanes::running % 32;
+  lanes::Warp &meeting = lanes::warps[warp];
+  said[warp][lane] = value;
+  lanes::meet(meeting.arrived, meeting.generation, 32);
+  const auto answer = tell(said[warp], lane);
+  lanes::meet(meeting.arrived, meeting.generation, 32);
+  return answer;
+}
+static inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
+  return warp_wide(value, [](const uint32_t *said, int) { return *std::max_element(said, said + 32); });
+}
+static inline int __reduce_add_sync(uint32_t, int value) {
+  return warp_wide(value, [](const int *said, int) { return std::accumulate(said, said + 32, 0); });
+}
+// One thread runs at a time: an addition in memory is one.
+template <class T> static inline T atomicAdd(T *to, T value) { return std::exchange(*to, (T)(*to + value)); }
+template <class T> static inline T atomicMax(T *to, T value) { return std::exchange(*to, std::max(*to, value)); }
+
+// c += a b, mma.m16n8k32 of u8 and s8. Lane l has a: rows l/4 and l/4 + 8, k from 4 (l%4) and 16 further; b: the same k, column l/4; c: those rows, columns
+// 2 (l%4) and the next (PTX ISA, "Matrix Fragments for mma.m16n8k32").
+struct Operands {
+  uint32_t a[4], b[2];
+};
+static inline void lanes_imma(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  struct Sums {
+    int c[4];
+  };
+  const Sums sums = warp_wide(Operands{{a0, a1, a2, a3}, {b0, b1}}, [](const Operands *said, int lane) {
+    Sums sums = {};
+    for (int j = 0; j < 4; j++)
+      for (int k = 0; k < 32; k++) {
+        const uint32_t a = said[lane / 4 * 4 + k % 16 / 4].a[(j >> 1) + k / 16 * 2], b = said[(2 * (lane % 4) + j % 2) * 4 + k % 16 / 4].b[k / 16];
+        sums.c[j] += (int)(a >> 8 * (k % 4) & 255) * (int)(int8_t)(b >> 8 * (k % 4) & 255);
+      }
+    return sums;
+  });
+  for (int j = 0; j < 4; j++) c[j] += sums.c[j];
+}
+#define TQ_IMMA lanes_imma
 
 void kernel();  // generated
 namespace lanes {
