@@ -1,13 +1,14 @@
 """Tokens per second of a packed model beside the stock affine 4-bit artifact of the same model, in one run.
 
     python benchmarks/bench_decode.py PACKED STOCK [--tokens 64] [--rounds 7] [--activations int8] [--json]
-    python benchmarks/bench_decode.py --synthetic 5120x17408x8 [--k 3] …
+    python benchmarks/bench_decode.py --synthetic 5120x17408x8 [--k 3] …      # 576x1536x30x64: SmolLM2's shapes
     python benchmarks/bench_decode.py PACKED --int8-error TEXT [--positions 512]
 
 Both models are loaded as ``tqtool generate`` loads them and decode greedily through mlx-lm's generation step, in turns,
 on MLX's default device (``--device=cpu`` for the other). A round's rate is that of the tokens after the first; ratios
-are those of a round. ``--synthetic HIDDENxWIDTHxLAYERS`` is a llama of random weights that no disk has to hold: trellis
-in all linear layers, table 4 bits, head 6 bits, as ``tqtool trellis --modules all`` writes, against 4 bits everywhere.
+are those of a round. ``--synthetic HIDDENxWIDTHxLAYERS[xHEAD]`` is a llama of random weights that no disk has to hold:
+trellis in all linear layers, table 4 bits, head 6 bits, as ``tqtool trellis --modules all`` writes, against 4 bits
+everywhere.
 
 ``--int8-error`` reads TEXT token by token through the packed model with and without int8 activations, and prints the KL
 divergence of the two predictions: what the mode costs, on top of what packing did.
@@ -84,16 +85,17 @@ def spread(values: list[float] | np.ndarray) -> tuple[float, float, float]:
 
 
 def synthetic_config(text: str) -> dict[str, Any]:
-    """A llama with eight heads of keys and values."""
-    hidden, width, layers = map(int, text.split("x"))
+    """A llama with eight heads of keys and values, or the most below that which divide its heads."""
+    hidden, width, layers, head = ([*map(int, text.split("x")), SYNTHETIC_HEAD])[:4]
+    heads = hidden // head
     return {
         "model_type": "llama",
         "hidden_size": hidden,
         "intermediate_size": width,
         "num_hidden_layers": layers,
-        "num_attention_heads": hidden // SYNTHETIC_HEAD,
-        "num_key_value_heads": min(8, hidden // SYNTHETIC_HEAD),
-        "head_dim": SYNTHETIC_HEAD,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(count for count in range(1, 9) if heads % count == 0),
+        "head_dim": head,
         "rms_norm_eps": 1e-5,
         "vocab_size": SYNTHETIC_VOCABULARY,
         "tie_word_embeddings": False,
@@ -200,7 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packed", nargs="?", help="artifact of tqtool trellis")
     parser.add_argument("stock", nargs="?", help="of the same model, 4 bits")
-    parser.add_argument("--synthetic", help="HIDDENxWIDTHxLAYERS in place of artifacts")
+    parser.add_argument("--synthetic", help="HIDDENxWIDTHxLAYERS[xHEAD] in place of artifacts")
     parser.add_argument("--k", type=int, default=3, help="of the synthetic model")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
