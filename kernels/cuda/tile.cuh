@@ -79,8 +79,11 @@ static __device__ __forceinline__ void tq_tile(const uint32_t *words0, const S *
     part.matrix = MATRICES == 2 && position >= each;
     const int rest = position - part.matrix * each;
     part.is_left = rest >= bulk;
-    const int length = part.is_left ? half : here, at = part.is_left ? rest - bulk : rest;
-    part.row = at / length, part.unit = at - part.row * length, part.length = length - part.unit;
+    // Apart, so that what is divided by is known to the compiler.
+    if (part.is_left)
+      part.row = (rest - bulk) / half, part.unit = rest - bulk - part.row * half, part.length = half - part.unit;
+    else
+      part.row = rest / here, part.unit = rest - part.row * here, part.length = here - part.unit;
     return part;
   };
   auto pair_of = [&](const Part &part) { return part.row * TOGETHER + (TOGETHER == 8 ? r : r % TOGETHER); };
@@ -91,6 +94,17 @@ static __device__ __forceinline__ void tq_tile(const uint32_t *words0, const S *
   const uint32_t *from = words0;
   uint32_t offset = 0;  // in words
   int next = K;         // from a lane's first word to the one after its last: a trellis block is a ring
+  auto enter_fetch = [&](int slice0) {
+    const Part part = part_at(fetch_at);
+    from = part.matrix ? words1 : words0;
+    const int pair = min(pair_of(part), pairs - 1) + pair0, ring = part.is_left ? pair & 7 : r;
+    const int row = part.is_left ? BLOCKS * Share::whole + (pair >> 3) : tile0 + part.row, unit = part.unit + (part.is_left && SPLIT == 2 ? r / TOGETHER * half : 0);
+    offset = ((uint32_t)row * SQUARES + (slice0 + unit) * 4 + c) * BLOCK + (7 - ring) * K;
+    next = ring ? K : -7 * K;
+    // Whole rows of tiles follow each other, where units divide them.
+    fetch_left = Share::one_slice && SQUARES % 4 == 0 && !part.is_left ? bulk - part.row * here - part.unit : part.length;
+    fetch_left = min(fetch_left, last - fetch_at), fetch_at += fetch_left;
+  };
   auto fetch = [&](int slice0) {
     if (fetch_left >= TQ_AHEAD + (Share::exact ? 0 : 1)) {
       const uint32_t *p = from + offset, *q = p + next;
@@ -101,17 +115,7 @@ static __device__ __forceinline__ void tq_tile(const uint32_t *words0, const S *
     }
 #pragma unroll
     for (int i = 0; i < TQ_AHEAD; i++) {
-      if (fetch_left == 0 && fetch_at < last) {
-        const Part part = part_at(fetch_at);
-        from = part.matrix ? words1 : words0;
-        const int pair = min(pair_of(part), pairs - 1) + pair0, ring = part.is_left ? pair & 7 : r;
-        const int row = part.is_left ? BLOCKS * Share::whole + (pair >> 3) : tile0 + part.row, unit = part.unit + (part.is_left && SPLIT == 2 ? r / TOGETHER * half : 0);
-        offset = ((uint32_t)row * SQUARES + (slice0 + unit) * 4 + c) * BLOCK + (7 - ring) * K;
-        next = ring ? K : -7 * K;
-        // Whole rows of tiles follow each other, where units divide them.
-        fetch_left = Share::one_slice && SQUARES % 4 == 0 && !part.is_left ? bulk - part.row * here - part.unit : part.length;
-        fetch_left = min(fetch_left, last - fetch_at), fetch_at += fetch_left;
-      }
+      if (fetch_left == 0 && fetch_at < last) enter_fetch(slice0);
       const uint32_t at = min(offset, WORDS - K);  // no tile is read behind the last one; what it holds meets inputs that are 0
       tq_load<K>(ahead[i], from + at, from + min(at + next, WORDS - 1));
       if (fetch_left) offset += 4 * BLOCK, fetch_left--;
@@ -123,6 +127,7 @@ static __device__ __forceinline__ void tq_tile(const uint32_t *words0, const S *
     bulk = Share::whole * here, each = bulk + (pairs + TOGETHER - 1) / TOGETHER * half;
     const int all = MATRICES * each;
     at = fetch_at = all * warp / TQ_WARPS, last = all * (warp + 1) / TQ_WARPS, fetch_left = 0;
+    if (at < last) enter_fetch(slice0);
   };
   begin(0);
 
@@ -150,10 +155,6 @@ static __device__ __forceinline__ void tq_tile(const uint32_t *words0, const S *
     most[m] = __reduce_max_sync(~0u, most[m]);
     if (lane == 0) atomicMax(&largest[m], most[m]);
   }
-  // Not before x is here: what waits for x would wait for the words too.
-  fetch(0);
-  __syncthreads();
-
   S scales[MATRICES];  // of the first row that this thread finishes
   auto row_of = [&](int row) { return row < 16 * Share::whole ? tile0 * 16 + row : row - 16 * Share::whole < 2 * pairs ? BLOCKS * Share::whole * 16 + 2 * pair0 + row - 16 * Share::whole : ROWS; };
   auto load_scales = [&](int e) {
@@ -161,7 +162,11 @@ static __device__ __forceinline__ void tq_tile(const uint32_t *words0, const S *
 #pragma unroll
     for (int q = 0; q < MATRICES; q++) scales[q] = (q ? scales1 : scales0)[row < ROWS ? row : 0];
   };
+
+  // Not before x is here: what waits for x would wait for these too.
+  fetch(0);
   load_scales(tid);
+  __syncthreads();
 
   int sum[GROUPS][2][4] = {};
   for (int slice0 = 0; slice0 < UNITS; slice0 += SLICE) {
@@ -181,13 +186,12 @@ static __device__ __forceinline__ void tq_tile(const uint32_t *words0, const S *
 #pragma unroll
         for (int i = 0; i < IN_HAND; i++) {
           const int g = g0 + i * TQ_THREADS, unit = g >> 4, quarter = g >> 2 & 3, column = g & 3;
-          if (unit >= here) break;
           uint4 *cell = xs + unit * UNIT_CELLS + (quarter * COLUMNS + m * LIMBS) * 4 + column;
           uint32_t limbs[4];  // bytes 0 .. LIMBS-1
 #pragma unroll
           for (int e = 0; e < 4; e++) {
             const int q = __float2int_rn(in[m][i][e] * to_fixed);
-            part[m] += q;
+            if (unit < here) part[m] += q;
             limbs[e] = tq_limbs<LIMBS>(q);
           }
 #pragma unroll
@@ -195,7 +199,7 @@ static __device__ __forceinline__ void tq_tile(const uint32_t *words0, const S *
             // Cells of neighbouring quarters lie in the same banks where there is an even number of columns: half of the threads begin with another limb.
             const int limb = COLUMNS % 2 == 0 && tid & 4 ? (l + 1) % LIMBS : l;
             const uint32_t of = 0x1111 * limb;
-            cell[limb * 4] = make_uint4(__byte_perm(limbs[0], 0, of), __byte_perm(limbs[1], 0, of), __byte_perm(limbs[2], 0, of), __byte_perm(limbs[3], 0, of));
+            if (unit < here) cell[limb * 4] = make_uint4(__byte_perm(limbs[0], 0, of), __byte_perm(limbs[1], 0, of), __byte_perm(limbs[2], 0, of), __byte_perm(limbs[3], 0, of));
           }
         }
       }
@@ -230,26 +234,35 @@ static __device__ __forceinline__ void tq_tile(const uint32_t *words0, const S *
       left = min(remaining, TQ_FLUSH), remaining -= left;
     };
     enter();
+    const auto multiply = [&](const TqLane<K> &words, const uint4 *cell) {
+#pragma unroll
+      for (int i4 = 0; i4 < 4; i4++) {
+        uint4 in[GROUPS];
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) in[g] = cell[(i4 * COLUMNS + (g ? min(8 * g + r, COLUMNS - 1) - r : 0)) * 4];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int i = 4 * i4 + 2 * h;  // inputs i, i+1 of the lane's first row (steps 0..15 of its 32) and of its second
+          const uint32_t a0 = tq_hash<K, L, CODE>(words, i), a1 = tq_hash<K, L, CODE>(words, 16 + i);
+          const uint32_t a2 = tq_hash<K, L, CODE>(words, i + 1), a3 = tq_hash<K, L, CODE>(words, 17 + i);
+#pragma unroll
+          for (int g = 0; g < GROUPS; g++) tq_imma(sum[g][h], a0, a1, a2, a3, h ? in[g].z : in[g].x, h ? in[g].w : in[g].y);
+        }
+      }
+    };
     while (left > 0) {
 #pragma unroll
       for (int slot = 0; slot < TQ_AHEAD; slot++) now[slot] = ahead[slot];
       fetch(slice0);
+      if (left > TQ_AHEAD) {  // no part ends here
+#pragma unroll
+        for (int slot = 0; slot < TQ_AHEAD; slot++) multiply(now[slot], cell + slot * UNIT_CELLS);
+        cell += TQ_AHEAD * UNIT_CELLS, left -= TQ_AHEAD;
+        continue;
+      }
 #pragma unroll
       for (int slot = 0; slot < TQ_AHEAD; slot++) {
-#pragma unroll
-        for (int i4 = 0; i4 < 4; i4++) {
-          uint4 in[GROUPS];
-#pragma unroll
-          for (int g = 0; g < GROUPS; g++) in[g] = cell[(i4 * COLUMNS + (g ? min(8 * g + r, COLUMNS - 1) - r : 0)) * 4];
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            const int i = 4 * i4 + 2 * h;  // inputs i, i+1 of the lane's first row (steps 0..15 of its 32) and of its second
-            const uint32_t a0 = tq_hash<K, L, CODE>(now[slot], i), a1 = tq_hash<K, L, CODE>(now[slot], 16 + i);
-            const uint32_t a2 = tq_hash<K, L, CODE>(now[slot], i + 1), a3 = tq_hash<K, L, CODE>(now[slot], 17 + i);
-#pragma unroll
-            for (int g = 0; g < GROUPS; g++) tq_imma(sum[g][h], a0, a1, a2, a3, h ? in[g].z : in[g].x, h ? in[g].w : in[g].y);
-          }
-        }
+        multiply(now[slot], cell);
         cell += UNIT_CELLS;
         if (--left) continue;
         // The end of a part, of this warp's share, or of what 32 bits hold.

@@ -1,5 +1,61 @@
-// From words to operands of the tensor cores: the hashes of a lane's states, inputs in fixed point, and sums beyond 32 bits.
+// What the tile kernels put before the tensor cores and take from them: hashes of a lane's states, inputs in fixed point, sums beyond 32 bits.
 #include "cuda/device.cuh"
+
+template <class V> static __device__ __forceinline__ V tq_ldg(const V *p) { return __ldg(p); }
+
+// A multiplication that the compiler does not turn back into a shift.
+static __device__ __forceinline__ uint32_t tq_mul(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  uint32_t product;
+  asm("mul.lo.u32 %0,%1,%2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+#else
+  return a * b;
+#endif
+}
+
+// c += a b: a is 16 x 32 unsigned bytes, b 32 x 8 signed ones. What has no tensor cores says TQ_IMMA.
+static __device__ __forceinline__ void tq_imma(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+#ifdef TQ_IMMA
+  TQ_IMMA(c, a0, a1, a2, a3, b0, b1);
+#else
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#endif
+}
+
+template <int BYTES> struct TqWord;
+template <> struct TqWord<16> { using type = uint4; };
+template <> struct TqWord<8> { using type = uint2; };
+
+// Input e of those that lie in words one after another.
+static __device__ __forceinline__ float tq_input(const uint32_t *words, int e, float) { return __uint_as_float(words[e]); }
+static __device__ __forceinline__ float tq_input(const uint32_t *words, int e, __nv_bfloat16) { return __uint_as_float(e & 1 ? words[e >> 1] & 0xFFFF0000u : words[e >> 1] << 16); }
+static __device__ __forceinline__ float tq_input(const uint32_t *words, int e, __half) {
+  __half value;
+  const uint16_t bits = (uint16_t)(words[e >> 1] >> (e & 1 ? 16 : 0));
+  memcpy(&value, &bits, 2);
+  return __half2float(value);
+}
+
+// Four neighbouring inputs, as they lie in memory.
+template <class T> struct TqFour {
+  uint32_t words[sizeof(T)];
+  // x[i .. i+3] of n, both multiples of 4, x aligned to four inputs; zeros from n on.
+  __device__ __forceinline__ void load(const T *x, int i, int n) {
+    using Word = typename TqWord<4 * sizeof(T)>::type;
+    Word word{};
+    if (i < n) word = __ldg(reinterpret_cast<const Word *>(x + i));
+    memcpy(words, &word, sizeof word);
+  }
+  __device__ __forceinline__ float operator[](int e) const { return tq_input(words, e, T{}); }
+};
+
+template <class T> static __device__ __forceinline__ T tq_cast(float v);
+template <> __device__ __forceinline__ float tq_cast<float>(float v) { return v; }
+template <> __device__ __forceinline__ __half tq_cast<__half>(float v) { return __float2half_rn(v); }
+template <> __device__ __forceinline__ __nv_bfloat16 tq_cast<__nv_bfloat16>(float v) { return __float2bfloat16_rn(v); }
 
 // Lane's 32 K bits of one tile: word i at w[i]; w[K] is the word after them.
 template <int K> struct TqLane {

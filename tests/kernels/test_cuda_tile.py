@@ -101,7 +101,7 @@ def test_fixed_point_is_exact_for_short_inputs(folder):
 
 FAULTS = {
     "a lane's ring does not close": ("next = ring ? K : -7 * K;", "next = K;"),
-    "rows of a tile exchanged": ("tq_hash<K, L, CODE>(now[slot], 16 + i)", "tq_hash<K, L, CODE>(now[slot], i)"),
+    "rows of a tile exchanged": ("tq_hash<K, L, CODE>(words, 16 + i)", "tq_hash<K, L, CODE>(words, i)"),
     "inputs exchanged": ("h ? in[g].z : in[g].x", "h ? in[g].x : in[g].z"),
     "limbs unsigned": ("HALVES = LIMBS == 1 ? 0 : 0x808080", "HALVES = 0"),
     "mean forgotten": ("-TQ_BYTE_SUM_MEAN * total[m].value()", "0 * total[m].value()"),
@@ -109,6 +109,7 @@ FAULTS = {
     "sums not cleared": ("sum[g][0][j] = sum[g][1][j] = 0;", ""),
     "a row twice": ("const int pair = pair_of(part);", "const int pair = min(pair_of(part), pairs - 1);"),
     "second half of the inputs left out": ("first_column = r / TOGETHER * COLUMNS;", "first_column = 0;"),
+    "inputs of the next slice counted": ("if (unit < here) part[m] += q;", "part[m] += q;"),
     "unit of zeros left out": ("if (SPLIT == 2 && here % 2)", "if (false)"),
     "rows that are left begin elsewhere": ("min(pair_of(part), pairs - 1) + pair0", "min(pair_of(part), pairs - 1)"),
     "scales of the neighbour": ("scales1 : scales0)[row < ROWS ? row : 0]", "scales1 : scales0)[row ? row - 1 : 0]"),
@@ -125,7 +126,10 @@ def test_planted_faults_are_found(fault, folder):
 
     # Three thread blocks of two rows of tiles and two or three pairs of rows; 17 units, halves of nine and eight.
     case = case_of((110, 1028), m=2 if "another row" in fault else 1)
-    arrays, found = found_by(case, replace(H200, processors=3), Lanes(folder, plant))
+    card = replace(H200, processors=3)
+    if "slice" in fault:  # two slices of 35 units, of which a thread takes two times four inputs
+        case, card = case_of((40, 70 * 64)), Card(processors=3, shared_bytes=36000)
+    arrays, found = found_by(case, card, Lanes(folder, plant))
     with pytest.raises(AssertionError):
         check(case, found, expected(case, arrays))
 
@@ -135,7 +139,7 @@ BARRIERS = {
         "  __syncthreads();\n  for (int e = tid; e < Share::rows * M",
         "  for (int e = tid; e < Share::rows * M",
     ),
-    "largest read before all have said": ("  fetch(0);\n  __syncthreads();", "  fetch(0);"),
+    "largest read before all have said": ("load_scales(tid);\n  __syncthreads();", "load_scales(tid);"),
 }
 
 

@@ -83,6 +83,9 @@ class Backend:
         kernels: Asked in this order.
         sum_parts: The call that adds up ``[parts, m, out]`` of float32 over the parts, for a result of a dtype.
         run: Carries calls out.
+        traced: Makes a bound product cheap to call again: ``mx.compile``, where MLX launches the kernel. It repeats
+            what it saw at the first call, in place of putting the kernel's text together and converting its geometry
+            from Python every time.
     """
 
     def __init__(
@@ -91,8 +94,9 @@ class Backend:
         kernels: Sequence[Kernel],
         sum_parts: Callable[[tuple[int, ...], Dtype], Call],
         run: Runner,
+        traced: Callable[[Product], Product] = lambda product: product,
     ) -> None:
-        self.name, self.run = name, run
+        self.name, self.run, self.traced = name, run, traced
         self._kernels, self._sum_parts = tuple(kernels), sum_parts
         # Layers ask for the same problems at every token.
         self._choose = lru_cache(maxsize=4096)(self._choose_afresh)
@@ -122,13 +126,14 @@ class Backend:
         call = self.call(problem)
         matrices = [packed.words, packed.scales, *(() if up is None else (up.words, up.scales))]
         fixed = [*matrices, dims_array(call.launch.dims)] if "dims" in call.inputs else matrices
+        mx.eval(*fixed)  # else what makes them would be a part of what is traced, and done again at every call
         launch, whole = call.launch, (*shape[:-1], problem.spec.weight_shape[0])
         if len(launch.outputs[0].shape) == 2:  # y as it is to be: in the shape that is wanted
             launch = replace(launch, outputs=(replace(launch.outputs[0], shape=whole), *launch.outputs[1:]))
             run = self.run(replace(call, launch=launch))
-            return lambda x: run([x, *fixed])[0]
+            return self.traced(lambda x: run([x, *fixed])[0])
         run = self.run(call)
-        return lambda x: self._whole(run([x, *fixed])[0], problem.dtype).reshape(whole)
+        return self.traced(lambda x: self._whole(run([x, *fixed])[0], problem.dtype).reshape(whole))
 
     def product(self, choice: Choice, x: mx.array, packed: Packed) -> mx.array:
         """``x [..., in]`` → ``[..., out]`` in the type of x, by the chosen kernel.

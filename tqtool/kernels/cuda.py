@@ -31,7 +31,7 @@ _SPACES = re.compile(r"\b(device|thread) (?=[\w(])")
 
 def cuda_backend(card: Card) -> Backend:
     """The kernels as ``card`` takes them."""
-    return Backend("CUDA", kernels(card), sum_parts, on_device)
+    return Backend("CUDA", kernels(card), sum_parts, on_device, mx.compile)
 
 
 @lru_cache(maxsize=64)

@@ -41,7 +41,7 @@ typedef __half half;
 struct half2 {
   __half x, y;
 };
-struct __nv_bfloat16 {
+struct __nv_bfloat16 {  // as it lies in memory
   uint16_t bits;
 };
 static inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
