@@ -48,7 +48,7 @@ docs-check: install-dev
 	$(BIN)/python docs/generate_recipes.py --check
 
 bench-smoke: install-dev
-	$(BIN)/python benchmarks/bench_encode.py --blocks 256 --repeats 1 --k 3
+	$(BIN)/python benchmarks/bench_encode.py --blocks 11 --repeats 1 --k 3
 	$(BIN)/python benchmarks/bench_convert.py --synthetic-gb 0.05 --repeats 1
 
 install: .venv/installed
