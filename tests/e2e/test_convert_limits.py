@@ -72,7 +72,7 @@ def write_wide(folder: Path, layers: int) -> Path:
 
 def peak_of(source: Path, out: Path, **options: object) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(source), str(out), json.dumps(options)],
+        [sys.executable, "-E", "-c", CHILD, str(source), str(out), json.dumps(options)],  # -E: torch can be found
         capture_output=True,
         text=True,
         check=False,

@@ -37,6 +37,8 @@ from tqtool.solve.trellis import TrellisOptions
 from tqtool.source.checkpoint import open_checkpoint
 from tqtool.transform.apply import apply_folds
 
+pytestmark = pytest.mark.usefixtures("reload_by_fork")
+
 QWEN, MIXTRAL = TinyExperts(), TinyExperts(model_type="mixtral", layers=1, intermediate=64, experts=3)
 ROUTERS = {"qwen3_moe": "mlp.gate", "mixtral": "block_sparse_moe.gate"}
 

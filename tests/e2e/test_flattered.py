@@ -11,6 +11,8 @@ from tests.support.candidates import affine_setup
 from tests.support.command import run
 from tests.support.tiny_models import Tiny
 
+pytestmark = pytest.mark.usefixtures("reload_by_fork")
+
 CALIBRATED, CHOSEN = "was calibrated on this text", "bits were chosen on these windows"
 
 

@@ -30,6 +30,8 @@ from tqtool.pipeline import preflight
 from tqtool.pipeline.reuse import Journal
 from tqtool.runtime.load import load
 
+pytestmark = pytest.mark.usefixtures("reload_by_fork")
+
 TRELLIS = """\
 name: mix
 source: {work}/source

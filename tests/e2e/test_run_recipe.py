@@ -19,6 +19,8 @@ from tests.support.tensors import raw_tensors
 from tests.support.tiny_models import Tiny, write_tiny
 from tqtool.artifact.leftovers import Hold
 
+pytestmark = pytest.mark.usefixtures("reload_by_fork")
+
 ROOT = Path(__file__).parents[2]
 
 

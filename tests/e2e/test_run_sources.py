@@ -19,6 +19,8 @@ from tqtool.recipes.steps import write_sealed
 from tqtool.source import checkpoint, hub
 from tqtool.source.fingerprint import fingerprint
 
+pytestmark = pytest.mark.usefixtures("reload_by_fork")
+
 PLAIN = """\
 name: plain
 source: {work}/source

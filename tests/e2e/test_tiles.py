@@ -20,6 +20,8 @@ from tqtool.evals.candidates import open_candidates
 from tqtool.formats.hessians import InputMoments, open_calibration
 from tqtool.pipeline import calibrated, coding
 
+pytestmark = pytest.mark.usefixtures("reload_by_fork")
+
 # Float32, so that what is kept dense is exact; ends of rows lie inside blocks.
 TINY = Tiny(intermediate=192, tied=False, dtype="float32")
 RAGGED = Tiny(intermediate=184, tied=False, dtype="float32", layers=1)

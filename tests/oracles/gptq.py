@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 
@@ -28,6 +29,14 @@ def mlx_grid(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     zero_code = np.rint(edge / scale)
     at_zero = zero_code == 0
     return np.where(at_zero, scale, edge / np.where(at_zero, one, zero_code)), np.where(at_zero, np.float32(0), edge)
+
+
+@lru_cache(maxsize=8)
+def _first_rows(hessian: bytes, order: tuple[int, ...]) -> list[np.ndarray]:
+    """The first row of H_F⁻¹ for each column of ``order``: kept, as cases share Hessians."""
+    matrix = np.frombuffer(hessian).reshape(len(order), len(order))
+    free = [np.array(order[position:]) for position in range(len(order))]
+    return [np.linalg.inv(matrix[np.ix_(columns, columns)])[0].copy() for columns in free]
 
 
 def obq_columns(
@@ -51,18 +60,19 @@ def obq_columns(
     count = -(-width // group)
     scales, biases = (np.zeros((rows, count)), np.zeros((rows, count))) if grids is None else grids
     codes, served = np.zeros((rows, width)), np.zeros((rows, width))
+    inverses = _first_rows(hessian.astype(np.float64).tobytes(), tuple(order))
     for position, column in enumerate(order):
         g = column // group
         if grids is None and column % group == 0:
             found = mlx_grid(current[:, column : column + group], bits)
             scales[:, g], biases[:, g] = (part.astype(stored).astype(np.float64) for part in found)
         free = order[position:]
-        inverse = np.linalg.inv(hessian[np.ix_(free, free)])
+        inverse = inverses[position]
         rounded = np.rint((current[:, column] - biases[:, g]) / scales[:, g])
         codes[:, column] = np.clip(rounded, 0, 2**bits - 1)
         served[:, column] = codes[:, column] * scales[:, g] + biases[:, g]
         wrong = current[:, column] - served[:, column]
-        current[:, free] -= np.outer(wrong / inverse[0, 0], inverse[0])
+        current[:, free] -= np.outer(wrong / inverse[0], inverse)
     return codes, scales, biases, served
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support.command import run
 from tests.support.conversions import convert
+from tests.support.reloading import CAN_FORK, Reloader
 from tests.support.tiny_models import Tiny, write_tiny
 from tqtool.artifact import reload as reload_module
 from tqtool.artifact.reload import LoadedModule, ReloadReport, compare_modules, decoder_layers, reload_stock
@@ -74,6 +76,28 @@ def test_a_bias_that_is_lost_is_red(tmp_path: Path, name: str) -> None:
         reload_stock(folder, depth="load")
     assert f"{tmp_path / 'out'}: ValueError: Missing 1 parameters: {name}" in caught.value.message.replace("\n", " ")
     assert "partial" not in caught.value.message
+
+
+@pytest.mark.skipif(not CAN_FORK, reason="a GPU's runtime does not survive a fork")
+def test_forks_of_a_process_that_has_imported_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``tests/support/reloading.py`` puts in place of a process, for a good artifact and a bad one."""
+    convert(write_tiny(tmp_path / "source"), tmp_path / "good")
+    shutil.copytree(tmp_path / "good", tmp_path / "bad")
+    tensors = load_file(tmp_path / "bad" / "model.safetensors")
+    tensors["model.layers.0.extra"] = tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "bad" / "model.safetensors")
+
+    def said() -> tuple[ReloadReport, str]:
+        with pytest.raises(ArtifactError) as caught:
+            reload_stock(Path("bad"), depth="forward")
+        return reload_stock(Path("good"), depth="forward"), caught.value.message
+
+    monkeypatch.chdir(tmp_path)
+    fresh = said()
+    assert "Received 1 parameters not in model" in fresh[1]
+    with Reloader() as reloader:
+        monkeypatch.setattr(reload_module, "subprocess", reloader)
+        assert [said(), said()] == [fresh, fresh]
 
 
 def answer_with(monkeypatch: pytest.MonkeyPatch, code: int, stdout: str = "", stderr: str = "") -> None:
