@@ -12,9 +12,10 @@ import pytest
 from tqtool import native
 from tqtool.formats.trellis import spec_for
 from tqtool.kernels import cuda
-from tqtool.kernels.backend import Packed
+from tqtool.kernels.backend import Backend, Packed
 from tqtool.kernels.cuda import cuda_backend
-from tqtool.kernels.cuda_kernels import A100, H200, tile_blocks, tile_rows
+from tqtool.kernels.cuda_kernels import A100, H200, kernels, tile_blocks, tile_rows
+from tqtool.kernels.metal import sum_parts
 from tqtool.kernels.problem import Problem
 
 SHAPE = (35, 64)
@@ -55,6 +56,31 @@ def test_the_kernel_writes_the_result_in_the_shape_that_is_wanted(dtype, shape):
         np.array(packed.words), np.array(packed.scales), spec, np.array(x.reshape(-1, 64).astype(mx.float32))
     )
     assert np.array_equal(np.array(y.reshape(-1, 35)), wanted.astype(np.array(y).dtype))
+
+
+def test_a_bound_product_is_traced_once():
+    """Python carries the kernel's call out at the first product of a shape; later ones repeat it with their own x."""
+    spec = spec_for(SHAPE, k=3, axis=1, tile=True)
+    seen = []
+
+    def run(call):
+        def ready(arrays):
+            seen.append(call.name)
+            x, words, scales = arrays
+            return [x.sum(axis=-1, keepdims=True) + scales.astype(x.dtype) + words[0, 0].astype(x.dtype)]
+
+        return ready
+
+    cuda_own = cuda_backend(H200)
+    assert cuda_own.traced is mx.compile
+    backend = Backend("own", kernels(H200), sum_parts, run, cuda_own.traced)
+    lazy = mx.ones((35,), mx.float16) * 2  # what makes a matrix is not a part of the product
+    packed = Packed(mx.zeros(spec.words_shape, mx.uint32) + 3, lazy, spec)
+    choice = backend.choose(Problem(spec=spec, m=1, dtype="float32"))
+    product = backend.bind(choice, (1, 64), packed)
+    for value in (1.0, 2.0, 3.0):
+        np.testing.assert_array_equal(np.array(product(mx.full((1, 64), value))), np.full((1, 35), 64 * value + 5))
+    assert seen == ["tile"]
 
 
 @pytest.mark.parametrize("card", [H200, A100], ids=["H200", "A100"])
