@@ -187,6 +187,24 @@ def metric(server, name):
     return float(next(line for line in text.splitlines() if line.startswith(name + " ")).split()[-1])
 
 
+def test_refusals_are_counted_too(loaded):
+    """Without a key, of unknown paths, wrong methods and other models; a path's name is not taken over."""
+    with serving(loaded, api_key="k") as server:
+        key = {"authorization": "Bearer k"}
+        asked = {
+            ("/v1/completions", "401"): ("POST", "/v1/completions", {}),
+            ("other", "401"): ("GET", "/nowhere", {}),
+            ("other", "404"): ("GET", "/v1/nowhere", key),
+            ("/v1/completions", "405"): ("GET", "/v1/completions", key),
+            ("/v1/models", "404"): ("GET", "/v1/models/another/model", key),
+        }
+        for (_, status), (method, path, headers) in asked.items():
+            assert ask(server, method, path, headers=headers)[0] == int(status)
+        _, _, text = ask(server, "GET", "/metrics", headers=key)
+        for endpoint, status in asked:
+            assert f'tqtool_requests_total{{endpoint="{endpoint}",status="{status}"}} 1.0' in text.splitlines()
+
+
 @pytest.mark.parametrize("fault", ["before", "after", "refusal"])
 def test_the_status_that_is_counted_is_the_one_sent(server, monkeypatch, caplog, fault):
     """A fault of ours is one 500, also where the answer or the refusal was made and cannot be written."""

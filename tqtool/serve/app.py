@@ -36,6 +36,11 @@ from tqtool.serve.transport import Events, EventStream, Message, Receive, Send, 
 log = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
+HEALTH, METRICS, MODELS = "/health", "/metrics", "/v1/models"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ENDPOINTS = (HEALTH, METRICS, MODELS, COMPLETIONS, CHAT)
+OTHER = "other"
+"""What a path that nobody knows is counted as: whoever asks must not be able to fill the metrics with names."""
 BODY_SECONDS = 60.0
 """A body that is not there after so long is not waited for."""
 DISCARDED = 64 << 20
@@ -70,18 +75,31 @@ def build_app(engine: Engine, served: Served, metrics: Metrics, access: Access) 
             server.tokenizing.shutdown(wait=False)
 
     routes = [
-        Route("/health", server.health),
-        Route("/metrics", server.metrics_text),
-        Route("/v1/models", server.models),
-        Route("/v1/models/{name:path}", server.model),
-        Route("/v1/completions", server.completions, methods=["POST"]),
-        Route("/v1/chat/completions", server.chat, methods=["POST"]),
+        Route(HEALTH, server.health),
+        Route(METRICS, server.metrics_text),
+        Route(MODELS, server.models),
+        Route(f"{MODELS}/{{name:path}}", server.model),
+        Route(COMPLETIONS, server.completions, methods=["POST"]),
+        Route(CHAT, server.chat, methods=["POST"]),
     ]
-    middleware = [Middleware(_Outermost), Middleware(_KeyCheck, key=access.api_key)]
+
+    def refused(path: str, status: int) -> None:
+        endpoint = path if path in ENDPOINTS else MODELS if path.startswith(f"{MODELS}/") else OTHER
+        metrics.answered(endpoint, status, 0.0)
+
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        refused(request.url.path, error.status_code)
+        return await _http_error(request, error)
+
+    async def api_error(request: Request, error: ApiError) -> Response:  # of routes that do not count themselves
+        refused(request.url.path, error.status)
+        return await _api_error(request, error)
+
+    middleware = [Middleware(_Outermost), Middleware(_KeyCheck, key=access.api_key, refused=refused)]
     if access.origins:
         cors = Middleware(CORSMiddleware, allow_origins=list(access.origins), allow_methods=["*"], allow_headers=["*"])
         middleware.insert(0, cors)
-    handlers: dict[Any, Any] = {HTTPException: _http_error, ApiError: _api_error}
+    handlers: dict[Any, Any] = {HTTPException: http_error, ApiError: api_error}
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
 
 
@@ -233,12 +251,15 @@ class _Application(Response):
 class _KeyCheck:
     """401 without the key; ``/health`` is open, so that whoever watches needs no secret."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], key: str | None) -> None:
+    def __init__(
+        self, app: Callable[..., Awaitable[None]], key: str | None, refused: Callable[[str, int], None]
+    ) -> None:
         self._app = app
         self._key = key
+        self._refused = refused
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._key is None or scope["path"] == "/health":
+        if scope["type"] != "http" or self._key is None or scope["path"] == HEALTH:
             await self._app(scope, receive, send)
             return
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
@@ -250,6 +271,7 @@ class _KeyCheck:
             "Incorrect API key provided." if given else "You didn't provide an API key: Authorization: Bearer KEY."
         )
         error = ApiError(status=401, message=message, code="invalid_api_key")
+        self._refused(scope["path"], error.status)
         await JSONResponse(error.body(), status_code=401, headers={"www-authenticate": "Bearer"})(scope, receive, send)
 
 
