@@ -143,6 +143,47 @@ def viterbi_encode(
     return states, str(name)
 
 
+def trellis_levels(
+    rows: NDArray[np.float32], factors: NDArray[np.float32], *, limit: float, threads: int = 0
+) -> NDArray[np.int16]:
+    """Rows ``[n, c]`` times factors ``[n]``: float32 products, rounded half to even, within ± ``limit``, a whole."""
+    out = np.empty(rows.shape, np.int16)
+    try:
+        _native.trellis_levels(np.ascontiguousarray(rows), factors, out, limit, threads)
+    except ValueError as error:
+        raise BackendError(f"trellis_levels: {error}") from error
+    return out
+
+
+def trellis_pack(
+    states: NDArray[np.uint16], *, k: int, window: int, threads: int = 0
+) -> tuple[NDArray[np.uint32], int | None]:
+    """``formats.trellis.pack`` on all cores: words ``[n, T·k/32]`` of states ``[n, T]``.
+
+    Returns:
+        The words, and the first block that is no closed path (its words would be read back as other states), or None.
+
+    Raises:
+        BackendError: shapes do not fit.
+    """
+    words = np.empty((states.shape[0], states.shape[1] * k // 32), np.uint32)
+    try:
+        broken = int(_native.trellis_pack(np.ascontiguousarray(states), words, k, window, threads))
+    except ValueError as error:
+        raise BackendError(f"trellis_pack: {error}") from error
+    return words, None if broken < 0 else broken
+
+
+def row_products(weights: NDArray[np.float32], codes: NDArray[np.float32], *, threads: int = 0) -> NDArray[np.float64]:
+    """Of each row of ``weights`` and ``codes`` ``[n, c]``: Σ w·c, Σ c², Σ w² as ``[n, 3]``, float64, in one order."""
+    sums = np.empty((weights.shape[0], 3), np.float64)
+    try:
+        _native.row_products(np.ascontiguousarray(weights), np.ascontiguousarray(codes), sums, threads)
+    except ValueError as error:
+        raise BackendError(f"row_products: {error}") from error
+    return sums
+
+
 def trellis_expand(
     words: NDArray[np.uint32],
     scales: NDArray[np.float16],

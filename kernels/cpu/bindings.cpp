@@ -4,6 +4,7 @@
 NB_MODULE(_native, m) {
   bind_hadamard(m);
   bind_encode(m);
+  bind_coding(m);
   bind_decode(m);
   bind_affine(m);
   bind_kv(m);

@@ -68,7 +68,7 @@ def test_an_encoder_that_returns_a_broken_path_is_caught(monkeypatch: pytest.Mon
         return states, name
 
     monkeypatch.setattr(solver.native, "viterbi_encode", faulty)
-    with pytest.raises(BackendError, match=f"{NAME}: the compiled encoder is at fault: trellis block 5, step {step}:"):
+    with pytest.raises(BackendError, match=f"{NAME}: the encoder is at fault: trellis block 5, step {step}:"):
         TrellisPacked(options=TrellisOptions(k=3), axis=1).run(NAME, gaussian(8, 512))
 
 

@@ -32,12 +32,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tqtool.errors import UserError
-from tqtool.formats.trellis import TrellisSpec, pack
+from tqtool.formats.trellis import TrellisSpec
 from tqtool.mathx import codes
 from tqtool.mathx.ldl import UpperFactor
 from tqtool.solve.feedback import DAMPINGS, ColumnCoder, Piece, Step
 from tqtool.solve.hessian import Hessian
-from tqtool.solve.trellis import TrellisOptions, row_scales, to_levels
+from tqtool.solve.trellis import TrellisOptions, pack_closed, row_scales, to_levels
 
 Floats = NDArray[np.float32]
 
@@ -108,13 +108,13 @@ class TrellisCoder(ColumnCoder):
 
     def _inputs(self, values: Floats, scales: NDArray[np.float16]) -> NDArray[np.int16]:
         """Rows ``[n, c]`` in level units."""
-        return to_levels(values, scales, self._code.code)
+        return to_levels(values, scales, self._code.code, threads=self._code.threads)
 
     def _search(self, blocks: NDArray[np.int16], numbers: NDArray[np.intp]) -> Floats:
         """Code blocks ``[n, T]``, keep the words of those that are stored, return code values ``[n, T]``."""
         states = self._code.search(blocks, self._levels)
         stored = numbers < self._spec.n_blocks
-        self.words[numbers[stored]] = pack(states[stored], self._code.k)
+        self.words[numbers[stored]] = pack_closed(self._name, states[stored], self._spec, threads=self._code.threads)
         return self._values[states]
 
 
