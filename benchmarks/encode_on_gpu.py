@@ -20,7 +20,8 @@ from tqtool.mathx import codes
 from tqtool.mathx.ldl import upper_factor
 from tqtool.solve.ldlq_device import TileJob, _pack, code_tiles
 from tqtool.solve.search import gpu_encoder
-from tqtool.solve.trellis import TrellisOptions, row_scales
+from tqtool.solve.trellis import TrellisOptions
+from tqtool.solve.trellis_rows import row_scales
 
 MLP_WEIGHTS = 64 * 3 * 17408 * 5120
 """Gate, up and down of 64 layers of 5120 and 17408: the MLP of a 27B model."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tqtool import native
 from tqtool.errors import BackendError
 from tqtool.formats.trellis import check_closed, pack, unpack
-from tqtool.solve.trellis import squared_errors
+from tqtool.solve.trellis_rows import squared_errors
 
 THREADS = (1, 3)
 

@@ -32,7 +32,8 @@ from tqtool.solve.feedback import (
 from tqtool.solve.hessian import Hessian
 from tqtool.solve.ldlq_coder import Floats, LdlqOptions, coding_order, fit_stored_scales, trellis_coder
 from tqtool.solve.ldlq_device import TileJob, code_tiles
-from tqtool.solve.trellis import TrellisMatrix, encode_weight, row_scales
+from tqtool.solve.trellis import TrellisMatrix, encode_weight
+from tqtool.solve.trellis_rows import row_scales
 
 PLAIN_WARMUP = 16
 """The plain trellis is coded to compare with, in half the time and within half a percent; a fallback is coded fully."""

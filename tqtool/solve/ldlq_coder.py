@@ -37,7 +37,8 @@ from tqtool.mathx import codes
 from tqtool.mathx.ldl import UpperFactor
 from tqtool.solve.feedback import DAMPINGS, ColumnCoder, Piece, Step
 from tqtool.solve.hessian import Hessian
-from tqtool.solve.trellis import TrellisOptions, pack_closed, row_scales, to_levels
+from tqtool.solve.trellis import TrellisOptions
+from tqtool.solve.trellis_rows import pack_closed, row_scales, to_levels
 
 Floats = NDArray[np.float32]
 

@@ -24,7 +24,8 @@ from tqtool.mathx import codes
 from tqtool.mathx.ldl import UpperFactor
 from tqtool.solve.feedback import WINDOW, FeedbackResult
 from tqtool.solve.search import gpu_encoder
-from tqtool.solve.trellis import TrellisOptions, level_factors
+from tqtool.solve.trellis import TrellisOptions
+from tqtool.solve.trellis_rows import level_factors
 
 if TYPE_CHECKING:
     import mlx.core as mx

@@ -11,7 +11,7 @@ from tqtool import native
 from tqtool.formats.trellis import BLOCK, check_closed, pack, unpack
 from tqtool.mathx import codes
 from tqtool.mathx.gaussian import QTIP_TABLE_2, distortion_bound, lloyd_max_error
-from tqtool.solve.trellis import LEVEL_LIMIT
+from tqtool.solve.trellis_rows import LEVEL_LIMIT
 
 GOALS = {2: 0.0728, 3: 0.0191, 4: 0.00504}
 """Largest error allowed to the best code at its best scale, L=12."""
