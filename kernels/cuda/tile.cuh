@@ -106,7 +106,8 @@ static __device__ __forceinline__ void tq_tile(const uint32_t *words0, const S *
     fetch_left = min(fetch_left, last - fetch_at), fetch_at += fetch_left;
   };
   auto fetch = [&](int slice0) {
-    if (fetch_left >= TQ_AHEAD + (Share::exact ? 0 : 1)) {
+    // At the end of a part a unit may lie partly outside; of the second half of an odd number, one more lies wholly there.
+    if (fetch_left >= TQ_AHEAD + (Share::exact ? 0 : SPLIT)) {
       const uint32_t *p = from + offset, *q = p + next;
 #pragma unroll
       for (int i = 0; i < TQ_AHEAD; i++) tq_load<K>(ahead[i], p + i * 4 * BLOCK, q + i * 4 * BLOCK);

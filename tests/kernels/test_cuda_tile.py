@@ -85,6 +85,21 @@ def test_inputs_in_slices(m, folder):
     check(case, found, expected(case, arrays))
 
 
+BEHIND = {
+    "fused": (case_of((304, 516), m=1, k=4, fused=True), replace(H200, processors=5)),
+    "in slices": (case_of((172, 2052), m=1, k=4), Card(processors=3, shared_bytes=36000)),
+    "int8": (case_of((122, 2820), m=2, k=4, int8=True), Card(processors=3, shared_bytes=36000)),
+}
+
+
+@pytest.mark.parametrize("kind", BEHIND)
+def test_nothing_behind_the_matrix_is_read(kind, folder):
+    """An odd number of units, the last not full, in halves: two lie outside. Memory ends where the words do."""
+    case, card = BEHIND[kind]
+    arrays, found = found_by(case, card, Lanes(folder))
+    check(case, found, expected(case, int8_rounded(arrays) if case.problem.int8 else arrays))
+
+
 def test_fixed_point_is_exact_for_short_inputs(folder):
     """bfloat16 inputs within 2^15 of the largest lose nothing: whole numbers in, the same sums out, to the bit."""
     case = case_of((32, 128), m=1, dtype="float32")
@@ -145,7 +160,7 @@ BARRIERS = {
 
 @pytest.mark.parametrize("fault", BARRIERS)
 def test_a_barrier_that_is_missing_shows_in_one_order(fault, folder):
-    """Two of the four: what the others keep apart, fibres do in order anyway; racecheck sees them, on a card."""
+    """Two of the five: what the others keep apart, these two orders do in turn anyway; racecheck is for a card."""
     before, after = BARRIERS[fault]
 
     def plant(text):
