@@ -133,20 +133,37 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, folder):
-    before, after = FAULTS[fault]
+    case, card = of_a_fault(fault)
+    arrays, found = found_by(case, card, Lanes(folder, planted(*FAULTS[fault])))
+    with pytest.raises(AssertionError):
+        check(case, found, expected(case, arrays))
+
+
+@pytest.mark.parametrize("fault", ["none", "another row", "slice"])
+def test_without_a_fault_the_same_cases_are_right(fault, folder):
+    case, card = of_a_fault(fault)
+    arrays, found = found_by(case, card, Lanes(folder))
+    check(case, found, expected(case, arrays))
+
+
+def planted(before, after):
+    """The edit that puts ``after`` in the place of ``before``."""
 
     def plant(text):
         assert before in text
         return text.replace(before, after)
 
+    return plant
+
+
+def of_a_fault(fault):
+    """The case and the card that a fault shows on."""
     # Three thread blocks of two rows of tiles and two or three pairs of rows; 17 units, halves of nine and eight.
     case = case_of((110, 1028), m=2 if "another row" in fault else 1)
     card = replace(H200, processors=3)
     if "slice" in fault:  # two slices of 35 units, of which a thread takes two times four inputs
         case, card = case_of((40, 70 * 64)), Card(processors=3, shared_bytes=36000)
-    arrays, found = found_by(case, card, Lanes(folder, plant))
-    with pytest.raises(AssertionError):
-        check(case, found, expected(case, arrays))
+    return case, card
 
 
 BARRIERS = {
@@ -161,17 +178,11 @@ BARRIERS = {
 @pytest.mark.parametrize("fault", BARRIERS)
 def test_a_barrier_that_is_missing_shows_in_one_order(fault, folder):
     """Two of the five: what the others keep apart, these two orders do in turn anyway; racecheck is for a card."""
-    before, after = BARRIERS[fault]
-
-    def plant(text):
-        assert before in text
-        return text.replace(before, after)
-
     case = case_of((100, 324), m=1)
     wanted = expected(case, arrays_of(case))
     wrong = []
     for order in (False, True):
-        _, found = found_by(case, CARDS["two processors"], Lanes(folder, plant, backwards=order))
+        _, found = found_by(case, CARDS["two processors"], Lanes(folder, planted(*BARRIERS[fault]), backwards=order))
         wrong.append(
             bool((np.abs(found.astype(np.float64) - wanted.value) > wanted.bound).any() or np.isnan(found).any())
         )

@@ -55,14 +55,14 @@ def pack_closed(name: str, states: NDArray[np.uint16], spec: TrellisSpec, *, thr
         BackendError: a block is no closed path. Packing keeps k bits of each state: it would be read back as others.
     """
     words, broken = native.trellis_pack(states, k=spec.k, window=spec.window, threads=threads)
-    if broken is not None:
-        try:
-            check_closed(states, spec.k, spec.window)  # says where
-        except ArtifactError as error:
-            raise BackendError(
-                f"{name}: the encoder is at fault: {error.message}", hint="reinstall tqtool, or report it"
-            ) from error
-    return words
+    if broken is None:
+        return words
+    try:
+        check_closed(states, spec.k, spec.window)  # says where
+        problem = f"trellis block {broken} is no closed path"
+    except ArtifactError as error:
+        problem = error.message
+    raise BackendError(f"{name}: the encoder is at fault: {problem}", hint="reinstall tqtool, or report it")
 
 
 def refit_scales(products: NDArray[np.float64], scales: NDArray[np.float16]) -> NDArray[np.float16]:
